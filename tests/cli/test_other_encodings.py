@@ -78,14 +78,14 @@ def test_a_name_that_is_no_text_is_printed_as_an_escape(trained: Path, tmp_path:
         [sys.executable, "-m", "surefoot", "checkpoint", "list", odd, "--json"],
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     done = subprocess.run(
         [sys.executable, "-m", "surefoot", "show", odd + b"-none"],
         capture_output=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 2, done.stderr
 

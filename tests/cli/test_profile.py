@@ -152,7 +152,7 @@ def test_what_a_killed_repetition_left_goes_with_the_next_one_and_one_that_goes_
         assert len(places) == 1
     finally:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
     assert find_places() == places
     assert surefoot("profile", "here", "--steps", "1", "--with", "").code == 0
     assert not find_places()
@@ -248,7 +248,7 @@ def live(task: str, tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "live"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
 
 
 def _events(run: Path) -> list[events.Event]:

@@ -106,4 +106,4 @@ def test_workers_are_found_while_a_run_goes_on(
     found = reading.settings.workers
     reading.close()
     assert [each.kind for each in told] == ["tuned"]
-    assert found in (2, 4)  # which of them depends on the machine, and no batch does
+    assert 1 <= found <= 4  # how many depends on the machine and its load, and no batch does

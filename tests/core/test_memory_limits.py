@@ -266,7 +266,7 @@ def test_a_process_without_a_byte_left_still_prints_its_limit_and_ends_with_7(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 7, done.stderr
     assert "hint: this process may use at most " in done.stderr
@@ -312,7 +312,7 @@ def run(folder: Path, words: tuple[str, ...], num_bytes: int) -> subprocess.Comp
         capture_output=True,
         text=True,
         check=False,
-        timeout=240,
+        timeout=600,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes)),
     )
 

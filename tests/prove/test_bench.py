@@ -174,7 +174,7 @@ def test_sigterm_leaves_no_folder_of_a_process_that_was_measured(
             time.sleep(0.05)
     finally:
         process.terminate()
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=600)[1]
     assert (process.returncode, said) == (143, b"")
     assert not any(scratch.iterdir())
 

@@ -141,7 +141,7 @@ def test_no_child_outlives_a_killed_harness(tmp_path: Path, number: signal.Signa
         child = int(pid_file.read_text())
         assert is_running(child)
         process.send_signal(number)
-        process.wait(timeout=240)
+        process.wait(timeout=600)
         assert wait_until_gone(child)
     finally:
         process.kill()

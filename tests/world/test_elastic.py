@@ -268,7 +268,7 @@ def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "10", "--json", "--set", 'task.fails="dies 1 early"')
     words[words.index("--ranks") + 1] = "1:2"
     done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=240
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 10
@@ -287,7 +287,7 @@ def test_a_command_that_grows_prints_one_result(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "120", "--json", "--set", 'task.fails="dies 1 early"')
     words[words.index("--ranks") + 1] = "1:2"
     done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=240
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 120

@@ -239,7 +239,7 @@ leave(8)
 def test_a_rank_that_leaves_at_once_loses_nothing(tmp_path: Path) -> None:
     words = [sys.executable, "-c", LEAVING, str(tmp_path / "held")]
     done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=60
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert (done.returncode, done.stderr) == (8, "")
     assert done.stdout.split("\n") == ["of a thread", "at the end", ""]

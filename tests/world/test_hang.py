@@ -248,7 +248,7 @@ def test_the_command_names_a_rank_that_is_stopped(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 8, done.stderr
     (line,) = [each for each in done.stderr.splitlines() if each.startswith("error: ")]

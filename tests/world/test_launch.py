@@ -108,7 +108,7 @@ def test_ranks_train_and_rank_0_alone_prints(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     row = json.loads(done.stdout)
@@ -150,7 +150,7 @@ def test_a_rank_that_fails_ends_the_run_and_is_named(
         tmp_path, "--steps", "60", "--max-restarts", "0", "--set", f'task.fails="{fails}"'
     )
     broken = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=120
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert broken.returncode == code, broken.stderr
     for each in said:
@@ -175,7 +175,7 @@ def test_a_run_of_which_ranks_are_killed_goes_on_by_itself_to_the_end_of_the_unb
     )
     done = [
         subprocess.run(
-            each, env=environment(), capture_output=True, text=True, check=False, timeout=120
+            each, env=environment(), capture_output=True, text=True, check=False, timeout=600
         )
         for each in (whole, killed)
     ]
@@ -221,7 +221,7 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
         time.sleep(0.05)
     resumed = command(tmp_path, "--steps", "60", "--quiet", ranks=3)
     done = subprocess.run(
-        resumed, env=environment(), capture_output=True, text=True, check=False, timeout=120
+        resumed, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     checked = consumed.check(tmp_path / "run")
@@ -251,7 +251,7 @@ def test_a_signal_to_every_process_ends_all_ranks_after_a_step_that_is_saved(
     for each in sorted(others, key=lambda each: each.name().startswith("surefoot:")):
         each.send_signal(number)
     supervisor.send_signal(number)
-    out, err = supervisor.communicate(timeout=60)
+    out, err = supervisor.communicate(timeout=600)
     assert supervisor.returncode == 128 + number, err.decode()
     assert "interrupted" in out.decode()
     assert processes_of(tmp_path) == []
@@ -287,7 +287,7 @@ def test_ranks_begin_as_their_command_did_wherever_it_was_started(
     )
     words = shell.format(shlex.join([sys.executable, "-c", script]))
     done = subprocess.run(
-        ["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=240
+        ["sh", "-c", words], env=environment(), cwd=tmp_path, check=False, timeout=600
     )
     assert done.returncode == 0
     assert not (tmp_path / "ill").exists()
@@ -308,7 +308,7 @@ def test_a_failure_stays_one_where_nobody_reads_of_it(tmp_path: Path) -> None:
 def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> None:
     words = command(tmp_path, "--steps", "60", "--quiet", "--set", 'task.fails="leaves 1 early"')
     done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=60
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 8, done.stderr
     assert "error: rank 1 of 2 ended with exit code 0" in done.stderr
@@ -386,7 +386,7 @@ def test_what_cannot_be_launched_is_told_before_any_work(
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
@@ -434,7 +434,7 @@ def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> 
             )
             for rank in (0, 1)
         ]
-        said = [each.communicate(timeout=60)[0] for each in ranks]
+        said = [each.communicate(timeout=600)[0] for each in ranks]
     assert [each.returncode for each in ranks] == [0, 0]
     assert not any("pt_gloo_runloop" in each for each in said), said
 
@@ -460,7 +460,7 @@ def test_more_ranks_than_files_may_be_open_for_are_refused_in_words(tmp_path: Pa
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == 2, done.stderr
     assert "--ranks is 40: the limit of open files is too low for that many ranks" in done.stderr

@@ -62,7 +62,7 @@ def test_a_rank_begins_and_goes_on_with_its_own_rows_in_memory_and_no_more(tmp_p
             port = free.getsockname()[1]
         ranks = [_begin(script, rank, port, f"warm-{step}", tmp_path) for rank in range(2)]
         for rank in ranks:
-            said, problem = rank.communicate(timeout=100)
+            said, problem = rank.communicate(timeout=600)
             assert rank.returncode == 0, problem
             begun, peak_bytes = map(int, said.split())
             assert begun == step

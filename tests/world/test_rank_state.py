@@ -215,7 +215,7 @@ def test_a_commit_with_state_of_each_rank_is_refused_on_other_ranks_and_read_whe
             capture_output=True,
             text=True,
             check=False,
-            timeout=120,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr
 

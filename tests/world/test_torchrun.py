@@ -82,7 +82,7 @@ def test_ranks_end_with_a_torchrun_that_is_killed_and_the_same_command_goes_on(
     assert left == []
     assert manifest.steps(tmp_path / "run")[-1] < STEPS
     done = subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=120
+        words, env=environment(), capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stderr
     check_the_end(tmp_path)

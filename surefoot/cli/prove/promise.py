@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -84,7 +85,6 @@ def prove(
 
 
 def _list(json: bool) -> int:
-    from surefoot.cli.table import print_table
     from surefoot.prove.promises import PROMISES
 
     rows = [(str(each.number), each.name, " ".join(each.cases)) for each in PROMISES]
@@ -110,7 +110,7 @@ def _carry_out(
                 workshop,
                 trials=trials or campaign.few,
                 seed=seed,
-                tell=(lambda text: None) if quiet else (lambda text: options.say(f"prove: {text}")),
+                tell=tell,
             )
             for campaign in chosen
         ]

@@ -59,13 +59,13 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     ),
     Campaign(
         case="F06-run",
-        title="the commit of another run in the place of one",
+        title="a checkpoint replaced by one of a different run",
         few=4,
         trial=damage.take_another_run_s_commit,
     ),
     Campaign(
         case="M01",
-        title="hostile commits with right digests, pickles in every place",
+        title="malicious checkpoints with valid digests, and a pickle in place of every file",
         few=100,
         trial=forge.open_a_hostile_commit,
     ),
@@ -86,7 +86,7 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     ),
     Campaign(
         case="F09",
-        title="a folder that turns read-only, or is",
+        title="a folder that is or becomes read-only",
         few=3,
         trial=failing.turn_read_only,
         missing=failing.cannot_mount,
@@ -100,7 +100,7 @@ CAMPAIGNS: tuple[Campaign, ...] = (
     ),
     Campaign(
         case="F26",
-        title="runs of 1, 2 and 4 ranks, killed and gone on with by another number of them",
+        title="runs of 1, 2 and 4 ranks, killed and resumed on a different number of ranks",
         few=3,
         trial=ranks.change_size,
         missing=ranks.missing,

@@ -262,18 +262,18 @@ def find_wrong(
     whole = max((_step(folder) for folder, files in changed.items() if not files), default=0)
     if status != EXIT_OK or golden.marks[whole] not in child.marks:
         return (
-            f"step {whole} is whole, and what was loaded is another state than it had: {status}, "
+            f"step {whole} is whole, and the loaded state differs from the saved one: {status}, "
             f"{child.said[-600:]}"
         )
     damaged = [folder for folder, files in changed.items() if files and _step(folder) > whole]
     if (wrong := _find_wrong_events(run, damaged, before, child)) is not None:
         return wrong
     if num_rows < whole and f"the rows of {whole - num_rows} steps" not in child.said:
-        return f"rows of {whole - num_rows} steps are lost, and nothing says so"
+        return f"the rows of {whole - num_rows} steps are missing, and no record reports it"
     if to_the_end and (
         workshop.train(attempt).wait() != EXIT_OK or golden.find_differing(run, STEPS)
     ):
-        return "the run went on to other bits"
+        return "the resumed run is not bitwise identical"
     return None
 
 

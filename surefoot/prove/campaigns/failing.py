@@ -248,7 +248,7 @@ def turn_read_only(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     what = f"{place.name} turned read-only"
     _, wrong = fail(workshop, attempt, what, lambda child: read_only(place))
     if wrong is None and AT not in _lost(attempt.folder):
-        wrong = f"the save of step {AT} could not be written, and no event says so"
+        wrong = f"the save of step {AT} could not be written, and no event records it"
     return TrialResult(wrong, ("in the middle",))
 
 

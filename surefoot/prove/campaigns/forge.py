@@ -303,7 +303,7 @@ HOSTILE: Mapping[str, Forge] = {
         _tensor_file(one), lambda header: header + b" " * (1 << 20)
     ),
     "a deep header": lambda one: one.rewrite_header(_tensor_file(one), lambda header: b"[" * 10**6),
-    # files of another kind, and invalid states
+    # files of a different kind, and invalid states
     **{f"a pickle as {name}": partial(_pickle, name=name) for name in SLOTS},
     **{f"a state without {key}": _without(key) for key in STATED},
     "a state that is a list": _state(lambda tree: [tree]),
@@ -375,5 +375,5 @@ def _find_wrong(newest: Path, state: str, status: int, child: Child) -> str | No
     return (
         None
         if is_aside or state in child.marks
-        else f"another state was loaded, and the events tell of {told}"
+        else f"a different state was loaded, and the events tell of {told}"
     )

@@ -134,7 +134,8 @@ def state_of(run: Run) -> str:
 
 
 def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
-    """Mark what happens to checkpoints, as `draft 12`, `name 12`, `retire 3`, `load 12`.
+    """Record what happens to checkpoints as marks such as `draft 12`, `name 12`, `retire 3`, `load
+    12`.
 
     `clear 12` marks that an old draft is deleted.
     """

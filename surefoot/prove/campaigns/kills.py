@@ -119,7 +119,7 @@ def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     )
     attempt = ProbedRun(folder=folder / "run")
     golden = workshop.golden(attempt)
-    if place == "going on":
+    if place == "a resume":
         _break_off(workshop, attempt)
     child = workshop.train(attempt)
     _come_to(place, child, attempt.folder, draws)

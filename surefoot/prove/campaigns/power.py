@@ -296,7 +296,7 @@ def cut_power(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         wrong = go_on(workshop, attempt, golden)
     return TrialResult(
         wrong and f"{cut}: {wrong}",
-        (cut.blocks, cut.entries, *(["gone on to the end"] if goes_on else [])),
+        (cut.blocks, cut.entries, *(["resumed to the end"] if goes_on else [])),
     )
 
 

@@ -266,7 +266,7 @@ def kill_each_attempt(workshop: Workshop, seed: int, folder: Path) -> TrialResul
     attempt = run_on(folder, ranks, fault, is_exact=False)
     child = workshop.train(attempt)
     code, said = child.wait(), child.said
-    anew = said.count("begin anew")
+    anew = said.count(" ranks restart, ")
     is_well = code != EXIT_OK and anew == RESTARTS and IN_VAIN in said
     wrong = (
         f"rank {guilty} of {ranks}: it restarted {anew} times and ended with {code}: {said[-300:]}"
@@ -278,4 +278,4 @@ def missing() -> str | None:
     """Return why ranks cannot be found by their process name on this machine, or None."""
     if sys.platform.startswith("linux"):
         return None
-    return "it needs Linux, where a process tells its rank by its name"
+    return "it needs Linux, where the process name contains the rank"
