@@ -31,8 +31,8 @@ STALL_MODES = {
     "dcp_async": "DCP async_save",
 }
 STALL_ROUNDS = 3
-LEAST_SHARE = 0.9
-MOST_LOST = {"one core": 0.02, "both cores": 0.15}
+MIN_SHARE = 0.9
+MAX_LOST = {"one core": 0.02, "both cores": 0.15}
 
 
 def make_arm(name: str, folder: Path, *words: str) -> Arm:
@@ -97,8 +97,8 @@ def render(trial: Trial) -> str:
                         (
                             f"{what}, {size} MB: share of the bandwidth",
                             f"{ratio.estimate:.3g}",
-                            f">= {LEAST_SHARE}",
-                            _verdict(ratio.estimate >= LEAST_SHARE),
+                            f">= {MIN_SHARE}",
+                            _verdict(ratio.estimate >= MIN_SHARE),
                         )
                     )
     table = markdown(("state", "", "way", "bandwidth", "share of raw"), rows)
@@ -139,7 +139,7 @@ def render_stall(trial: Trial) -> str:
             share = "" if blocking is None else f"{lost / blocking:.1%}"
             bar = ("", "")
             if mode == "background" and blocking is not None:
-                bar = (f"<= {MOST_LOST[cores]:.0%}", _verdict(lost <= MOST_LOST[cores] * blocking))
+                bar = (f"<= {MAX_LOST[cores]:.0%}", _verdict(lost <= MAX_LOST[cores] * blocking))
             step, touched = (
                 f"{found['ordinary_s'][mode] * 1e3:.0f} ms",
                 f"{found['touched'][mode]:.1f}",

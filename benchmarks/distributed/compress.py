@@ -35,7 +35,7 @@ KINDS = ("none", "bf16", "fp16", "powersgd")
 RATE, STEPS, WARMUP = "100mbit", 10, 2
 SEEDS, LEARNING_STEPS = 3, 1500
 WALL, BYTES, LOSS = "wall_s_per_step", "bytes_per_step", "score"
-MOST, MOST_WORSE = 0.3, 1.0  # of the time of a step; per cent of the loss
+MOST, MAX_WORSE = 0.3, 1.0  # of the time of a step; per cent of the loss
 
 
 def make_arm(
@@ -115,8 +115,8 @@ def render_score(trial: Trial) -> str:
         if each.arm.startswith(f"{KINDS[0]} ") and LOSS in each.measures
     ]
     factor = -100 * len(base) / sum(base) if base else -1.0  # per cent of the loss of none
-    heads = ("mean loss, % of that of none", "% above none", f"means at most {MOST_WORSE} % above")
-    return render_scores(trial, KINDS, heads=heads, most_worse=MOST_WORSE, factor=factor)
+    heads = ("mean loss, % of that of none", "% above none", f"means at most {MAX_WORSE} % above")
+    return render_scores(trial, KINDS, heads=heads, most_worse=MAX_WORSE, factor=factor)
 
 
 def main() -> None:

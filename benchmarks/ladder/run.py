@@ -44,7 +44,7 @@ EXHAUSTIVE_ROUNDS, FINAL_ROUNDS, LADDERS = 10, 15, 20
 SETTINGS = {"digits": LadderSettings(samples=9600), "cifar10_quick": LadderSettings(samples=600)}
 SETS = {"digits": (), "cifar10_quick": ("train.batch=50", "task.widths=[16, 64, 64]")}
 PARTS = (*SETS, "equal")
-MOST_APART, MOST_RUNS, MOST_FALSE = 1.03, 1 / 3, 1
+MAX_APART, MAX_RUNS, MAX_FALSE = 1.03, 1 / 3, 1
 
 
 def tell(text: str) -> None:
@@ -161,12 +161,12 @@ def render(found: Mapping[str, Any]) -> str:
             if apart
             else "n/a"
         )
-        holds = "holds" if apart and apart["estimate"] <= MOST_APART else "fails"
+        holds = "holds" if apart and apart["estimate"] <= MAX_APART else "fails"
         rows.append(
             (
                 f"{each['name']}: time of the ladder's best to that of the best of {each['specs']}",
                 shown,
-                f"<= {MOST_APART}",
+                f"<= {MAX_APART}",
                 holds,
             )
         )
@@ -177,7 +177,7 @@ def render(found: Mapping[str, Any]) -> str:
                 f"{each['name']}: its runs",
                 runs,
                 "<= 1/3",
-                "holds" if share <= MOST_RUNS else "fails",
+                "holds" if share <= MAX_RUNS else "fails",
             )
         )
     if "equal" in found:
@@ -188,7 +188,7 @@ def render(found: Mapping[str, Any]) -> str:
                 "a rung that changes nothing, kept",
                 share,
                 "<= 1 of 20",
-                "holds" if kept <= MOST_FALSE else "fails",
+                "holds" if kept <= MAX_FALSE else "fails",
             )
         )
     return markdown(("bar", "measured", "must", "standing"), rows)

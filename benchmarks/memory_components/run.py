@@ -59,8 +59,8 @@ BARS = (
     ("deep operators", "deep none", "cpu_s_per_step", 1.10),
     (*STATE, "state_bytes", 0.27),
 )
-LEAST_SHARE = 0.60  # of the saving of full recomputation that the selective one has
-STATES, SEEDS, MOST_WORSE = ("fp32", "8bit"), 5, 0.02  # bits per byte
+MIN_SHARE = 0.60  # of the saving of full recomputation that the selective one has
+STATES, SEEDS, MAX_WORSE = ("fp32", "8bit"), 5, 0.02  # bits per byte
 
 
 def make_arms(names: Sequence[str] = ARMS) -> list[Arm]:
@@ -124,12 +124,12 @@ def render(trial: Trial) -> str:
         bar = Bar(arm=arm, baseline=baseline, measure=name, most=most)
         rows.append((f"{arm} / {baseline}", name, f"<= {most}", bar.standing(effect)))
     share = find_share(trial)
-    verdict = "n/a" if share is None else "holds" if share >= LEAST_SHARE else "fails"
+    verdict = "n/a" if share is None else "holds" if share >= MIN_SHARE else "fails"
     rows.append(
         (
             "share of full's saving, deep operators",
             f"peak_bytes: {format_percent(share)}",
-            f">= {format_number(LEAST_SHARE)}",
+            f">= {format_number(MIN_SHARE)}",
             verdict,
         )
     )
@@ -168,8 +168,8 @@ def find_share(trial: Trial) -> float | None:
 
 def render_score(trial: Trial) -> str:
     """The mean score with moments of either kind, their difference by seed, and the bar."""
-    heads = ("mean bits per byte", "above moments in fp32", f"means within {MOST_WORSE}")
-    return render_scores(trial, STATES, heads=heads, most_worse=MOST_WORSE, factor=-1)
+    heads = ("mean bits per byte", "above moments in fp32", f"means within {MAX_WORSE}")
+    return render_scores(trial, STATES, heads=heads, most_worse=MAX_WORSE, factor=-1)
 
 
 def main() -> None:

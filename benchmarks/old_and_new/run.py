@@ -31,7 +31,7 @@ from surefoot.trial import markdown
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "old_and_new.json"
 WORKLOADS = ("mlp", "loader", "convnet", "gpt", "save", "load", "read")
-HALF_WIDTH, LEAST_TURNS = 0.01, 60
+HALF_WIDTH, MIN_TURNS = 0.01, 60
 TURNS_OF_A_PAIR = 10  # then both begin anew: where a process lies in memory makes a few percent
 BAR = 1.05
 
@@ -98,7 +98,7 @@ def compare(
                 ):
                     taken[which].append(side.turn())
         ratio, count = paired_ratio(taken[1], taken[0]), len(taken[0])
-        if count >= LEAST_TURNS and (half_width(ratio) < HALF_WIDTH or count >= most_turns):
+        if count >= MIN_TURNS and (half_width(ratio) < HALF_WIDTH or count >= most_turns):
             return taken[0], taken[1], ratio
 
 

@@ -38,7 +38,7 @@ PLACES = (
     "other",
 )
 SIZES = ("2 ms", "5 ms", "10 ms", "20 ms", "50 ms")
-MOST_ADDED_S, MOST_OFF, MOST_OTHER = 10e-6, 0.01, 0.05
+MAX_ADDED_S, MAX_OFF, MAX_OTHER = 10e-6, 0.01, 0.05
 
 
 def arm(name: str, what: str) -> Arm:
@@ -58,11 +58,7 @@ def render_cost(trial: Trial) -> str:
             interval.estimate if bound is None else bound for bound in (interval.low, interval.high)
         )
         verdict = (
-            "holds"
-            if highest <= MOST_ADDED_S
-            else "fails"
-            if lowest > MOST_ADDED_S
-            else "undecided"
+            "holds" if highest <= MAX_ADDED_S else "fails" if lowest > MAX_ADDED_S else "undecided"
         )
         rows.append((name, f"{middle} ({low} to {high})", "<= 10 us", verdict))
     return markdown(("CPU time of a step", "median (95 %)", "bar", "verdict"), rows)
@@ -80,7 +76,7 @@ def render_wall(trial: Trial) -> str:
             if coverage is None or other is None:
                 rows.append((f"{task}, {how}", "n/a", *("n/a" for _ in PHASES), "not measured"))
                 continue
-            holds = abs(coverage - 1) <= MOST_OFF and other <= MOST_OTHER
+            holds = abs(coverage - 1) <= MAX_OFF and other <= MAX_OTHER
             shares = (f"{100 * (share or 0.0):.1f}" for share in found.values())
             rows.append(
                 (

@@ -23,7 +23,7 @@ DATA = "../shared/data"
 # a processor without units for fp16 takes ten times as long over it
 STEPS = {"fp32": 8, "bf16": 8, "fp16": 2}
 LEARNED = ("fp32", "bf16")
-MOST_APART, SEEDS = 0.5, 3  # points
+MAX_APART, SEEDS = 0.5, 3  # points
 
 
 def make_spec(compute: str, data: str, *, seed: int = 0) -> RunSpec:
@@ -74,8 +74,8 @@ def render_cost(trial: Trial) -> str:
 
 def render_score(trial: Trial) -> str:
     """The mean accuracy in either precision, the difference with the same seeds, and the bar."""
-    heads = ("mean accuracy, %", "points above fp32", f"means within {MOST_APART} points")
-    return render_scores(trial, LEARNED, heads=heads, most_worse=MOST_APART, factor=100)
+    heads = ("mean accuracy, %", "points above fp32", f"means within {MAX_APART} points")
+    return render_scores(trial, LEARNED, heads=heads, most_worse=MAX_APART, factor=100)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results" / "roofline.json"
 REPEATS = FOLDER / "results" / "repeats.json"  # surefoot's alone, one after the other
 ROUNDS = 5
-WIDEST, LEAST_SHARE = 0.05, 0.85
+WIDEST, MIN_SHARE = 0.05, 0.85
 MEASURES = ("fp32_flops_per_s", "bf16_flops_per_s", "fp64_flops_per_s", "copied_bytes_per_s")
 
 
@@ -100,7 +100,7 @@ def render_shares(trial: Trial) -> str:
                         giga(best),
                         f"{arm}: {_call(trial, f'{arm} {threads}', number, name)}",
                         format_percent(share),
-                        _word(share >= LEAST_SHARE),
+                        _word(share >= MIN_SHARE),
                     )
                 )
     head = (
@@ -109,7 +109,7 @@ def render_shares(trial: Trial) -> str:
         "surefoot, 10^9",
         "best found, 10^9",
         "by",
-        f"share, >= {LEAST_SHARE:.0%}",
+        f"share, >= {MIN_SHARE:.0%}",
         "verdict",
     )
     return markdown(head, shares)

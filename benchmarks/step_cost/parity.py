@@ -32,7 +32,7 @@ ROUNDED = "fused"
 WINDOW = 50  # steps whose mean loss is compared
 TENSOR_STEPS = (1, 10)  # the bar is step 1; what ten steps make of rounding is shown beside it
 TENSOR_TOLERANCE, LOSS_TOLERANCE = 1e-5, 1e-3
-LONGEST_S = 3600.0
+MAX_S = 3600.0
 
 
 def find_tensor_rows(models: str) -> list[dict[str, Any]]:
@@ -80,7 +80,7 @@ def find_loss_rows(models: str, steps: int, batches: int) -> list[dict[str, Any]
     read = [step for mark in marks for step in range(mark - WINDOW + 1, mark + 1)]
     words = ("--steps", str(steps), "--batches", str(batches), "--losses", *map(str, read))
     arms = [
-        replace(_arm(name, models, words), timeout_s=LONGEST_S)
+        replace(_arm(name, models, words), timeout_s=MAX_S)
         for name in (REFERENCE, ROUNDED, CANDIDATE)
     ]
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(2) as pool:

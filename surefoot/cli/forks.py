@@ -20,10 +20,10 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from surefoot.control.launch.forks import MOST_BYTES, name_process
+from surefoot.control.launch.forks import MAX_BYTES, name_process
 from surefoot.core import place, signals
 
-MOST_PASSED = 8
+MAX_DESCRIPTORS = 8
 ENDINGS = tuple(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name))
 
 
@@ -41,7 +41,7 @@ def serve(descriptor: int) -> None:
         gc.freeze()
         link.send(json.dumps({"fit": _is_fit()}).encode())
         while True:
-            content, given, _, _ = socket.recv_fds(link, MOST_BYTES, MOST_PASSED)
+            content, given, _, _ = socket.recv_fds(link, MAX_BYTES, MAX_DESCRIPTORS)
             if not content:
                 sys.exit()
             request: dict[str, Any] = json.loads(content)

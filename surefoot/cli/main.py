@@ -151,7 +151,7 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     except SystemExit as leave:
-        code = _left(leave)
+        code = _exit_code_of(leave)
     except OSError as error:
         code = _tell_refused(error)
     except Exception as error:  # noqa: BLE001 - the last place that can put it into words
@@ -278,7 +278,7 @@ def _tell_refused(error: OSError) -> int:
     return told.exit_code
 
 
-def _left(leave: SystemExit) -> int:
+def _exit_code_of(leave: SystemExit) -> int:
     """Return the exit code of a SystemExit, or raise it again if surefoot or Typer raised it.
 
     An exit by a task's code is reported as an error of the task, whatever code it gave.

@@ -237,7 +237,7 @@ def check_of_run(task: str | None, *, is_run: bool) -> None:
         )
 
 
-def check_as_it_is(flags: Mapping[str, object], done: str, verb: str) -> None:
+def reject_spec_flags(flags: Mapping[str, object], done: str, verb: str) -> None:
     """Raise InputError for a flag that would change the spec of a run.
 
     The message says that a run is `done` (profiled, measured) as it is.

@@ -93,7 +93,7 @@ def check(folder: Path) -> Manifest:
 
 def check_file(folder: Path, entry: Entry, pool: Executor) -> None:
     """Check every byte of one file against its manifest entry. Raises RunFolderError."""
-    with opened(folder, entry) as file:
+    with open_file(folder, entry) as file:
         if entry.tensors is None:
             found = digest.begin_read(pool, file, {entry.name: (0, entry.num_bytes)}).finish()[
                 entry.name
@@ -130,7 +130,7 @@ def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, entry: Entry) -> Iterator[int]:
+def open_file(folder: Path, entry: Entry) -> Iterator[int]:
     """Open a file of a checkpoint for reading, as a descriptor.
 
     Raises RunFolderError for a link, a missing file or a file of a different size.

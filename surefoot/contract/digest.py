@@ -70,7 +70,9 @@ class Pending:
 def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
     """Start hashing byte buffers, which must not change until the last one is done."""
     spans = [(name, span) for name, buffer in buffers.items() for span in chunks(len(buffer))]
-    return _begin(pool, [(name, _Held(buffers[name][start:stop])) for name, (start, stop) in spans])
+    return _begin(
+        pool, [(name, _MemoryChunk(buffers[name][start:stop])) for name, (start, stop) in spans]
+    )
 
 
 def begin_read(
@@ -91,7 +93,7 @@ def begin_read(
             work.append(
                 (
                     name,
-                    _Stored(
+                    _FileChunk(
                         descriptor,
                         start + first,
                         last - first,
@@ -111,7 +113,7 @@ def of_bytes(data: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _MemoryChunk:
     """A chunk in memory."""
 
     buffer: memoryview
@@ -126,7 +128,7 @@ class _Held:
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _FileChunk:
     """A chunk in an open file."""
 
     descriptor: int
@@ -147,7 +149,7 @@ class _Stored:
             yield window
 
 
-_Chunk = _Held | _Stored
+_Chunk = _MemoryChunk | _FileChunk
 
 
 def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
@@ -178,7 +180,7 @@ def _hash(group: Sequence[_Chunk]) -> list[bytes]:
 
 def _rooms(group: Sequence[_Chunk]) -> list[memoryview]:
     """Return a read buffer for each chunk of a file."""
-    stored = [chunk.num_bytes for chunk in group if isinstance(chunk, _Stored)]
+    stored = [chunk.num_bytes for chunk in group if isinstance(chunk, _FileChunk)]
     if not stored:
         return [memoryview(b"")] * len(group)
     each = min(

@@ -287,7 +287,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
                 found.append(newer)
                 newer = ""
             event = (
-                _made(row, f"{path}:{number}", found)
+                _parse(row, f"{path}:{number}", found)
                 if row["kind"] in KINDS and row["kind"] not in passed
                 else None
             )
@@ -304,7 +304,7 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
 
 def _open(folder: Path) -> TextIO:
     try:
-        return io.TextIOWrapper(files.opened(folder, FILE), encoding="utf-8", errors="replace")
+        return io.TextIOWrapper(files.open_file(folder, FILE), encoding="utf-8", errors="replace")
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EINVAL):
             raise RunFolderError(
@@ -355,7 +355,7 @@ def _row(line: str) -> dict[str, Any] | None:
     return row
 
 
-def _made(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:
+def _parse(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:
     """Return the event of a row, or None.
 
     None, with a message in `damaged`, for a missing value or one of a different type.

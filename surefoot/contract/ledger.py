@@ -32,7 +32,7 @@ HEADER_BYTES = 256
 LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
 # buffered at most: a kill loses these rows together with the steps that they belong to
-MOST_HELD_BYTES = 4096 * ROW.size
+MAX_BUFFERED_BYTES = 4096 * ROW.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ def checksum(ids: Any) -> int:
     return int.from_bytes(hashlib.blake2b(ids.data, digest_size=8).digest(), "little")
 
 
-class Appended:
+class AppendOnlyFile:
     """A file with a header that is only appended to; rows of `add` are on disk once `sync` returns.
 
     `end_of(size)` returns the end of the last complete row: a killed attempt may leave a partial
@@ -119,7 +119,7 @@ class Appended:
 
     def add(self, rows: bytes) -> None:
         self._rows += rows
-        if len(self._rows) - self._num_written >= MOST_HELD_BYTES:
+        if len(self._rows) - self._num_written >= MAX_BUFFERED_BYTES:
             with contextlib.suppress(OSError):
                 # the rows are kept until `sync`, which reports the error
                 self._flush()
@@ -200,7 +200,7 @@ class Ledger:
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
         self._folder, self._generation = folder, generation
         _set_damaged_aside(folder)
-        self._file = Appended(
+        self._file = AppendOnlyFile(
             folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size
         )
         if (found := read_plan(folder)) != plan:
@@ -293,7 +293,7 @@ def read_after(folder: Path) -> int:
 def _read_header(folder: Path) -> tuple[Plan, int]:
     path = folder / FILE
     try:
-        with files.opened(folder, FILE) as file:
+        with files.open_file(folder, FILE) as file:
             found = _parse(file.read(HEADER_BYTES), path)
     except OSError as error:
         if error.errno == errno.EINVAL:
@@ -376,7 +376,7 @@ def _set_damaged_aside(folder: Path) -> None:
     path = folder / FILE
     header = b""
     if path.is_file():
-        with files.opened(folder, FILE) as file:
+        with files.open_file(folder, FILE) as file:
             header = file.read(HEADER_BYTES)
     is_whole = len(header) == HEADER_BYTES  # a kill may leave a part of the first write
     if is_whole and isinstance(_parse(header, path), str):
@@ -388,7 +388,7 @@ def read(folder: Path) -> Iterator[Row]:
 
     A partial row at the end (after a kill) and zeros (after a power cut) are left out.
     """
-    with files.opened(folder, FILE) as file:
+    with files.open_file(folder, FILE) as file:
         file.seek(HEADER_BYTES)
         while len(data := file.read(ROW.size * 4096)) >= ROW.size:
             yield from (

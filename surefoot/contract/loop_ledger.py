@@ -20,14 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from surefoot.contract.ledger import FILE, HEADER_BYTES, Appended, LedgerFault, consumed
+from surefoot.contract.ledger import FILE, HEADER_BYTES, AppendOnlyFile, LedgerFault, consumed
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
 FORMAT, PREVIOUS_FORMAT = "loop 2", "loop 1"
 HEAD, CHECKSUM = struct.Struct("<IIIII"), struct.Struct("<I")
 ID_BYTES = 4
-MOST_IDS = 1 << 32
+MAX_IDS = 1 << 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class LoopLedger:
             .ljust(HEADER_BYTES - 1)
             + b"\n"
         )
-        self._file = Appended(
+        self._file = AppendOnlyFile(
             path, header, lambda size: max((end for _, end in _scan(folder)), default=HEADER_BYTES)
         )
         found = read_promise(folder)
@@ -113,7 +113,7 @@ class LoopLedger:
             )
         # a ledger that was started without digests or checksums stays without
         self._leaves_out = promise.digests and not found.digests
-        with files.opened(folder, FILE) as file:
+        with files.open_file(folder, FILE) as file:
             self._has_checksums = _has_checksums(file)
 
     def add(self, step: int, number_of_pass: int, place: int, ids: Sequence[int]) -> None:
@@ -132,7 +132,7 @@ class LoopLedger:
 def is_of_a_loop(folder: Path) -> bool:
     """Return whether a run's ledger is that of a user-written loop."""
     try:
-        with files.opened(folder, FILE) as file:
+        with files.open_file(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
         return row["surefoot ledger"] in (FORMAT, PREVIOUS_FORMAT)
     except (OSError, ValueError, KeyError, TypeError):
@@ -142,7 +142,7 @@ def is_of_a_loop(folder: Path) -> bool:
 def read_promise(folder: Path) -> LoopGuarantee:
     """Return what the data of a loop guarantee. Raises RunFolderError for a damaged ledger."""
     try:
-        with files.opened(folder, FILE) as file:
+        with files.open_file(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
         del row["surefoot ledger"]
         return LoopGuarantee(**row)
@@ -161,7 +161,7 @@ def read(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[Ba
 
 def _scan(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[tuple[Batch, int]]:
     """Yield every batch, and the position in the file where its row ends."""
-    with files.opened(folder, FILE) as file:
+    with files.open_file(folder, FILE) as file:
         has_checksums = _has_checksums(file)
         size, at, step = file.seek(0, os.SEEK_END), HEADER_BYTES, 0
         while at < size:

@@ -211,7 +211,7 @@ def read(folder: Path) -> Manifest:
             )
     row = _read_row(path)
     try:
-        made = _made(row)
+        made = _parse(row)
     except RunFolderError as error:
         raise RunFolderError(f"{path} is not a manifest: {error.message}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -246,7 +246,7 @@ def _read_row(path: Path) -> dict[str, Any]:
 
 def _read_text(path: Path) -> bytes:
     """Return the bytes of a manifest: a regular file of at most `MAX_BYTES`."""
-    with files.opened(path.parent, path.name) as file:
+    with files.open_file(path.parent, path.name) as file:
         # memory is allocated before a byte is read
         text = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     if (excess := find_excess_text(text)) is not None:
@@ -269,49 +269,49 @@ def parse_json(text: bytes, path: Path) -> Any:
     Raises RunFolderError with the file.
     """
     try:
-        return json.loads(text.decode(), object_pairs_hook=_without_twice)
+        return json.loads(text.decode(), object_pairs_hook=_reject_duplicate_keys)
     except RunFolderError as error:
         raise RunFolderError(f"{path} cannot be read: {error.message}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise RunFolderError(f"{path} is not valid JSON: {_short(error)}") from None
 
 
-def _without_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     row = dict(pairs)
     if len(row) != len(pairs):
         raise RunFolderError("a key is given twice, and two readers could read different values")
     return row
 
 
-def _made(row: dict[str, Any]) -> Manifest:
+def _parse(row: dict[str, Any]) -> Manifest:
     """Return the manifest of a row, with the type and range of every value checked.
 
     The digest protects from accidents, not from an attacker.
     """
-    files = tuple(entry_from(entry) for entry in _typed(row.pop("files"), list))
+    files = tuple(entry_from(entry) for entry in _check_type(row.pop("files"), list))
     names = [entry.name for entry in files]
     _demand(len(set(names)) == len(names), "a file is named twice")
     _check_parts(files)
     made = Manifest(files=files, **row)
-    _demand(0 <= _typed(made.step, int) < MAX_STEP, "its step is not valid")
+    _demand(0 <= _check_type(made.step, int) < MAX_STEP, "its step is not valid")
     _demand(
-        0 <= _typed(made.generation, int) < 10**12 and _typed(made.format, int) > 0,
+        0 <= _check_type(made.generation, int) < 10**12 and _check_type(made.format, int) > 0,
         "its generation or format is not a valid number",
     )
-    _typed(made.spec_id, str)
+    _check_type(made.spec_id, str)
     _demand(
         all(
             isinstance(key, str) and isinstance(value, str)
-            for key, value in _typed(made.environment, dict).items()
+            for key, value in _check_type(made.environment, dict).items()
         ),
         "environment",
     )
-    _check_layout(_typed(made.layout, dict))
+    _check_layout(_check_type(made.layout, dict))
     if made.score is not None:
-        check_score(_typed(made.score, dict))
+        check_score(_check_type(made.score, dict))
     _demand(
         made.parent is None
-        or all(_is_plain(value) for value in _typed(made.parent, dict).values()),
+        or all(_is_plain(value) for value in _check_type(made.parent, dict).values()),
         "parent",
     )
     return made
@@ -384,18 +384,22 @@ def entry_from(row: dict[str, Any]) -> Entry:
     pieces = (
         None
         if tensors is None
-        else {_typed(name, str): _piece(piece) for name, piece in _typed(tensors, dict).items()}
+        else {
+            _check_type(name, str): _piece(piece)
+            for name, piece in _check_type(tensors, dict).items()
+        }
     )
     made = Entry(**{**row, "tensors": pieces})
-    if not NAME.fullmatch(_typed(made.name, str)) or made.name == FILE:
+    if not NAME.fullmatch(_check_type(made.name, str)) or made.name == FILE:
         raise RunFolderError(
             f"it names the file {made.name[:100]!r}, which is not a plain file name"
         )
     _demand(
-        0 <= _typed(made.num_bytes, int) <= MAX_COUNT and len(_typed(made.sha256, str)) == 64,
+        0 <= _check_type(made.num_bytes, int) <= MAX_COUNT
+        and len(_check_type(made.sha256, str)) == 64,
         f"{made.name} has no size or digest",
     )
-    _demand(made.since is None or _typed(made.since, int) >= 0, "since")
+    _demand(made.since is None or _check_type(made.since, int) >= 0, "since")
     if pieces is None:
         _demand(
             made.num_bytes <= MAX_TEXT_BYTES,
@@ -408,12 +412,12 @@ def entry_from(row: dict[str, Any]) -> Entry:
 
 def _piece(row: dict[str, Any]) -> Piece:
     shapes = {
-        key: tuple(_size(size) for size in _typed(row[key], list))
+        key: tuple(_size(size) for size in _check_type(row[key], list))
         for key in ("shape", "whole", "offset")
     }
     made = Piece(**{**row, **shapes})
     _demand(
-        made.dtype in ITEM_BYTES and len(_typed(made.sha256, str)) == 64,
+        made.dtype in ITEM_BYTES and len(_check_type(made.sha256, str)) == 64,
         "a tensor has no known dtype or no digest",
     )
     _demand(
@@ -426,13 +430,13 @@ def _piece(row: dict[str, Any]) -> Piece:
     )
     excess = find_excess(made.whole)
     _demand(excess is None, f"a tensor of {excess}")
-    _demand(0 <= _typed(made.start, int) <= MAX_COUNT, "a tensor has no valid offset")
-    _demand(_typed(made.owner, int) >= 0, "owner")
+    _demand(0 <= _check_type(made.start, int) <= MAX_COUNT, "a tensor has no valid offset")
+    _demand(_check_type(made.owner, int) >= 0, "owner")
     return made
 
 
 def _size(value: Any) -> int:
-    _demand(0 <= _typed(value, int) <= MAX_COUNT, f"a dimension of {str(value)[:40]}")
+    _demand(0 <= _check_type(value, int) <= MAX_COUNT, f"a dimension of {str(value)[:40]}")
     return int(value)
 
 
@@ -448,7 +452,7 @@ def _check_tiling(name: str, pieces: Mapping[str, Piece], num_bytes: int) -> Non
     _demand(end <= num_bytes, f"{name}: its tensors are larger than the file")
 
 
-def _typed(value: Any, kind: type) -> Any:
+def _check_type(value: Any, kind: type) -> Any:
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise RunFolderError(f"{str(value)[:40]!r} is no {kind.__name__}")
     return value

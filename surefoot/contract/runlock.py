@@ -32,7 +32,7 @@ FILE = "run.lock"
 WIDTH_BYTES = 256
 # one for each boot of a kernel, the same in all its containers
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-LARGEST_TIME_S = 1e11  # largest time that a file may claim
+MAX_TIME_S = 1e11  # largest time that a file may claim
 NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its process id right after it gets the lock
 
 
@@ -258,7 +258,7 @@ def find_owner(folder: Path) -> LockOwner:
         host=host if isinstance(host, str) else None,
         boot=boot if isinstance(boot, str) else None,
         since_s=float(since_s)
-        if isinstance(since_s, int | float) and 0 <= since_s < LARGEST_TIME_S
+        if isinstance(since_s, int | float) and 0 <= since_s < MAX_TIME_S
         else None,
     )
 

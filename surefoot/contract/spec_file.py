@@ -80,7 +80,7 @@ def read(
     Raises:
         SpecError: with file, line and the nearest valid name.
     """
-    return _made(_tables_of(given, Path.cwd(), depth=0), overrides, decided=decided)
+    return _build_spec(_tables_of(given, Path.cwd(), depth=0), overrides, decided=decided)
 
 
 def read_written(path: Path | str) -> RunSpec:
@@ -89,7 +89,7 @@ def read_written(path: Path | str) -> RunSpec:
     It was checked before, so keys without effect are accepted.
     """
     stated = _tables_of(str(path), Path.cwd(), depth=0)
-    return _made(stated, (), allowed=find_idle_keys(stated[0])).spec
+    return _build_spec(stated, (), allowed=find_idle_keys(stated[0])).spec
 
 
 def read_of_run(
@@ -118,7 +118,7 @@ def read_of_run(
         tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
         places["task.use"] = "--task"
     try:
-        return _made(
+        return _build_spec(
             (tables, places), overrides, checks_task=checks_task, allowed=find_idle_keys(tables)
         )
     except TaskError as error:
@@ -130,7 +130,7 @@ def read_of_run(
         ) from None
 
 
-def _made(
+def _build_spec(
     stated: tuple[dict[str, Any], dict[str, str]],
     overrides: Sequence[tuple[str, Any, str]],
     *,
@@ -147,7 +147,7 @@ def _made(
     before = find_idle_keys(tables)
     for key, value, origin in overrides:
         _override(tables, places, key, value, origin)
-    tables = _without_overruled(
+    tables = _drop_overridden_keys(
         tables, places, {*before, *(_short(key) for key, _, _ in overrides)}
     )
     allowed = {*allowed, *(find_idle_keys(tables) - find_idle_keys(tables, decided))}
@@ -161,7 +161,7 @@ def _made(
     return Origin(spec, places)
 
 
-def _without_overruled(
+def _drop_overridden_keys(
     tables: dict[str, Any], places: dict[str, str], kept: Collection[str]
 ) -> dict[str, Any]:
     """Return the tables without keys that a later file or flag made ineffective.
@@ -292,7 +292,7 @@ def _tables_of_file(
             places[f"{table}.{key}"] = f"{path.name}:{line}"
         # for what is wrong with the table as a whole
         places[table] = f"{path.name}:{lines.get(table, 1)}"
-    return (tables if base is None else _without_overruled(tables, places, kept)), places
+    return (tables if base is None else _drop_overridden_keys(tables, places, kept)), places
 
 
 def _with_new_names(

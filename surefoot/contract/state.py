@@ -47,7 +47,7 @@ def part_of(tensor: Tensor) -> Part | None:
     return part
 
 
-def laid_by(kept: Tensor, moved: Tensor) -> Tensor:
+def mark_same_part(kept: Tensor, moved: Tensor) -> Tensor:
     """Mark `kept` as the same part of a whole tensor as `moved`, and return it."""
     part = part_of(moved)
     if part is not None:
@@ -55,7 +55,7 @@ def laid_by(kept: Tensor, moved: Tensor) -> Tensor:
     return kept
 
 
-def laid_as(kept: Tensor, moved: Tensor) -> Tensor:
+def with_strides_of(kept: Tensor, moved: Tensor) -> Tensor:
     """Return the optimizer state `kept` with the strides of `moved`, as fused kernels require.
 
     A file stores every tensor in row-major order, while convolution weights may be channels last.

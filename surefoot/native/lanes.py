@@ -18,7 +18,7 @@ from surefoot.core.errors import InputError
 
 LIBRARY = Path(__file__).with_name("_sha256.so")
 BLOCK_BYTES = 64  # of SHA-256
-MOST = 16  # lanes of the widest registers; a library with more is not this one
+MAX_LANES = 16  # lanes of the widest registers; a library with more is not this one
 FEWEST = 3  # this many equal buffers are hashed as fast one after the other by hashlib as at once
 # FIPS 180-4, 5.3.3: the state before the first block
 INITIAL = (
@@ -121,7 +121,7 @@ def _open() -> tuple[ctypes.CDLL | None, int]:
     except (OSError, InputError, AttributeError):
         # not built; another library; or a process that reads untrusted data
         return None, 0
-    return (library, width) if 0 <= width <= MOST else (None, 0)
+    return (library, width) if 0 <= width <= MAX_LANES else (None, 0)
 
 
 def _agree(width: int) -> bool:

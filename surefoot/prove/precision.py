@@ -15,7 +15,7 @@ from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import InputError, SpecError, TaskError
 from surefoot.prove.attempts import last_words
 from surefoot.prove.ladder import rungs
-from surefoot.prove.ladder.gate import LEAST_SEEDS, Score, SeedScores, decide_by_scores
+from surefoot.prove.ladder.gate import MIN_SEEDS, Score, SeedScores, decide_by_scores
 from surefoot.trial import Arm, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
@@ -31,10 +31,10 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
     InputError for too few seeds or no steps, SpecError for a task without a name, TaskError where a
     run fails or has no score.
     """
-    if seeds < LEAST_SEEDS:
+    if seeds < MIN_SEEDS:
         raise InputError(
             f"--seeds is {seeds}",
-            hint=f"use {LEAST_SEEDS} or more: fewer pairs of runs show nothing",
+            hint=f"use {MIN_SEEDS} or more: fewer pairs of runs show nothing",
         )
     if steps < 1:
         raise InputError(

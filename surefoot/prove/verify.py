@@ -22,7 +22,7 @@ from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import Duration
 from surefoot.prove.attempts import Interpreters, Kill
 
-LEAST_STEPS, SAVES = 4, 6
+MIN_STEPS, SAVES = 4, 6
 # longest time of a kill after the step, or after the start of its save
 KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0
 
@@ -96,10 +96,10 @@ def verify_resume(
             tell(f"{name} unbroken run of {steps} steps")
             interpreters.attempt(file, folder / name, steps=steps)
         first = _trace(folder / "first")
-        if len(first) < LEAST_STEPS:
+        if len(first) < MIN_STEPS:
             raise TaskError(
                 f"the run is over after {len(first)} steps",
-                hint=f"train {LEAST_STEPS} steps or more: train.length, --steps",
+                hint=f"train {MIN_STEPS} steps or more: train.length, --steps",
             )
         if not any(_is_finite(row["loss"]) for row in first):
             raise TaskError(

@@ -17,7 +17,7 @@ from surefoot.components.metrics import Mean, bits_per_byte
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
-from surefoot.tasks.transformer import Transformer, Unprojected, nats
+from surefoot.tasks.transformer import HiddenAndHead, Transformer, nats
 
 __all__ = ["PyCorpus"]
 
@@ -94,13 +94,13 @@ class PyCorpus:
             self._sources[split] = Files(self.folder, names, self.length, packed=self.packed)
         return self._sources[split]
 
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | Unprojected:
-        output: Tensor | Unprojected = model(
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | HiddenAndHead:
+        output: Tensor | HiddenAndHead = model(
             *(batch[name] for name in ("inputs", "positions", "documents") if name in batch)
         )
         return output
 
-    def loss(self, output: Tensor | Unprojected, batch: dict[str, Tensor]) -> Loss:
+    def loss(self, output: Tensor | HiddenAndHead, batch: dict[str, Tensor]) -> Loss:
         return Loss.sum(*nats(output, batch["targets"]))
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:

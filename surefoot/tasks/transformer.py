@@ -24,7 +24,7 @@ IGNORED = -100  # the target that is none
 CHUNK_ELEMENTS = 1 << 20  # of the logits at a time: 4 MiB in fp32 stay in a core's cache
 
 
-class Unprojected(NamedTuple):
+class HiddenAndHead(NamedTuple):
     """Input of the head and the head's weights, for a chunked loss without whole logits."""
 
     hidden_BTD: Tensor
@@ -72,7 +72,7 @@ class Transformer(nn.Module):
 
     def forward(
         self, ids_BT: Tensor, positions_BT: Tensor | None = None, documents_BT: Tensor | None = None
-    ) -> Tensor | Unprojected:
+    ) -> Tensor | HiddenAndHead:
         x_BTD = self.dropout(self.norm(self.embedding(ids_BT)))
         # the same for all heads
         where = slice(ids_BT.shape[1]) if positions_BT is None else positions_BT[:, None]
@@ -81,7 +81,7 @@ class Transformer(nn.Module):
             x_BTD = block(x_BTD, self.cos[where], self.sin[where], *mask)
         hidden_BTD = self.norm(x_BTD)
         if self.chunked_loss and self.training:
-            return Unprojected(hidden_BTD, self.head.weight)
+            return HiddenAndHead(hidden_BTD, self.head.weight)
         logits_BTV: Tensor = self.head(hidden_BTD)
         return logits_BTV
 
@@ -145,14 +145,14 @@ def _turn(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     return x_BNTH * cos_TH + torch.cat((-second, first), dim=-1) * sin_TH
 
 
-def nats(output: Tensor | Unprojected, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+def nats(output: Tensor | HiddenAndHead, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of the negative log-likelihood in nats, and the number of targets not -100.
 
     The sum is in fp32 or better. Same as `cross_entropy(logits.float(), targets, reduction="sum")`,
     but for a few rows at a time: with 33,278 words the fp32 copies of all logits cost more than the
     rest of a step.
     """
-    if isinstance(output, Unprojected):
+    if isinstance(output, HiddenAndHead):
         return linear_cross_entropy(
             output.hidden_BTD, output.weight_VD, targets_BT, ignore_index=IGNORED
         )

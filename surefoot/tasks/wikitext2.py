@@ -19,7 +19,7 @@ from surefoot.components.metrics import Mean, perplexity
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path
-from surefoot.tasks.transformer import Transformer, Unprojected, nats
+from surefoot.tasks.transformer import HiddenAndHead, Transformer, nats
 
 __all__ = ["WikiText2"]
 
@@ -83,11 +83,11 @@ class WikiText2:
             self._words = {word: number for number, word in enumerate(ranked)}
         return self._words
 
-    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | Unprojected:
-        output: Tensor | Unprojected = model(batch["inputs"])
+    def forward(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor | HiddenAndHead:
+        output: Tensor | HiddenAndHead = model(batch["inputs"])
         return output
 
-    def loss(self, output: Tensor | Unprojected, batch: dict[str, Tensor]) -> Loss:
+    def loss(self, output: Tensor | HiddenAndHead, batch: dict[str, Tensor]) -> Loss:
         return Loss.sum(*nats(output, batch["targets"]))
 
     def metrics(self, output: Tensor, batch: dict[str, Tensor]) -> dict[str, Mean]:

@@ -27,7 +27,7 @@ from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 from surefoot.train.record import batch_results
 from surefoot.train.record.batch_results import BatchResult, Merged
 from surefoot.train.record.carried import CarriedState
@@ -127,10 +127,10 @@ def evaluate(
     share = Share(group.rank, group.size) if shares else WHOLE
     merged, mine = Merged(), list[BatchResult]()
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
-    with untouched(model, task.state), _generators_kept(source):
+    with preserve_state(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
         found = (read or _counted)(source, size, device, share, key)
-        for inputs, known in seeded(found, key, share):
+        for inputs, known in seed_each(found, key, share):
             part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
             num_samples += part.num_samples
@@ -239,7 +239,7 @@ def counted_batches(
     A count is None if it is not known. The global random streams are seeded before each batch as in
     an evaluation with `key`.
     """
-    return seeded(_counted(source, _batch_size(source, batch), device, WHOLE, key), key)
+    return seed_each(_counted(source, _batch_size(source, batch), device, WHOLE, key), key)
 
 
 def evaluation_key(seed: int, split: str) -> int:
@@ -247,7 +247,7 @@ def evaluation_key(seed: int, split: str) -> int:
     return derive(seed, *split.encode(), DRAWS)
 
 
-def seeded(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterator[_Found]:
+def seed_each(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterator[_Found]:
     """Yield the items of `found`; seed the global random streams before each by batch index."""
     for number, each in enumerate(found):
         set_seeds(derive(key, number * share.size + share.rank) >> 1)

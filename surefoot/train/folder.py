@@ -25,7 +25,7 @@ from surefoot.train.resume.program import Program, tell_versions
 
 SPEC_FILE = spec_file.FILE
 DRAFT_FILE = files.draft_of(SPEC_FILE)
-LEAST_FREE_BYTES = 1 << 20
+MIN_FREE_BYTES = 1 << 20
 MAX_TRIES = 100  # launchers that take the same new name at the same moment
 
 
@@ -67,7 +67,7 @@ def anchor(path: Path) -> Callable[[], Path]:
     return lambda: path if path.is_absolute() or Path.cwd() == base else base / path
 
 
-class Wanted:
+class RunFolderRequest:
     """Requested run folder, None for a new one below runs/; fixed when the object is made."""
 
     def __init__(self, path: str | Path | None) -> None:
@@ -84,7 +84,7 @@ class Wanted:
 
 
 def choose(
-    asked: Wanted,
+    asked: RunFolderRequest,
     spec_id: str,
     name: str,
     program: Program,
@@ -320,7 +320,7 @@ def _check_writable(folder: Path) -> None:
             f"{folder} cannot be written: {there} is read-only", hint="give another --run folder"
         )
     free = shutil.disk_usage(there).free
-    if free < LEAST_FREE_BYTES:
+    if free < MIN_FREE_BYTES:
         raise RunFolderError(
             f"{folder} cannot be written: {there} has {free} bytes of free space",
             hint="free some space, or give another --run folder",
@@ -352,7 +352,9 @@ class _LockedFolder:
 
 
 @contextlib.contextmanager
-def taken(choice: Callable[[], Chosen], spec: RunSpec | None) -> Iterator[tuple[Chosen, RunLock]]:
+def acquire_run_folder(
+    choice: Callable[[], Chosen], spec: RunSpec | None
+) -> Iterator[tuple[Chosen, RunLock]]:
     """Create and lock the folder that `choice` returns and write `spec.toml` if `spec` is given.
 
     A failure inside the context restores the previous state of the folder. Raises RunFolderError if

@@ -40,7 +40,7 @@ from surefoot.train.evaluate import (
     evaluation_key,
 )
 from surefoot.train.folder import SPEC_FILE
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 from surefoot.train.record.noticed.moved_outside import load_outside
 from surefoot.train.record.outputs import Outputs
 from surefoot.train.step.reading import read_split
@@ -204,7 +204,7 @@ def predict_run(
     source, num_done = read_split(task, name), 0
     with (
         contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console,
-        untouched(model),
+        preserve_state(model),
     ):
         for batch, count in counted_batches(
             source,
@@ -254,7 +254,7 @@ def _check_first(
 
 def export_run(
     run: Path, step: str, to: Path, kind: str | None, data: str | None, *, use: str | None = None
-) -> tuple[export.Exported, int]:
+) -> tuple[export.ExportResult, int]:
     """Export the model of a run to a different format; return the result and the step.
 
     Raises InputError for an unknown format, or a target that exists or is in the run's checkpoints
@@ -286,7 +286,7 @@ def export_run(
 
 def _export(
     run: Path, step: str, to: Path, kind: export.Format, data: str | None, use: str | None
-) -> tuple[export.Exported, int]:
+) -> tuple[export.ExportResult, int]:
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
     samples = [
@@ -327,7 +327,7 @@ def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) ->
     The error lists both.
     """
     model = build_model(spec, load_task(spec))
-    own = checkpoint.held_by(model, weights).tensors
+    own = checkpoint.module_state(model, weights).tensors
     stored = {
         name: torch.empty(
             tensor.shape, dtype=own[name].dtype if name in own else tensor.dtype, device="meta"

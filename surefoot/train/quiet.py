@@ -20,7 +20,7 @@ from surefoot.runtime.attributes import AttributeSnapshot
 
 
 @contextmanager
-def untouched(
+def preserve_state(
     model: nn.Module,
     state: Callable[[], Mapping[str, Any]] | None = None,
     *,

@@ -26,8 +26,8 @@ from surefoot.train.evaluate import Evaluation
 from surefoot.train.failure import blame, causes
 from surefoot.train.failure.ending import WHOLE, StopRequests
 from surefoot.train.failure.script_exit import script
-from surefoot.train.folder import Wanted, anchor
-from surefoot.train.preflight.preparation import Prepared, prepare
+from surefoot.train.folder import RunFolderRequest, anchor
+from surefoot.train.preflight.preparation import PreparedRun, prepare
 from surefoot.train.record.dtypes import tell_dtypes
 from surefoot.train.record.peak import stepping
 from surefoot.train.record.profiling import Profiling
@@ -35,7 +35,13 @@ from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import RunDamage, make_telling, open_console, open_records
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import CheckpointManager
-from surefoot.train.resume.start import Begun, Start, begin, check_can_begin_anew, check_same_data
+from surefoot.train.resume.start import (
+    RunStart,
+    Start,
+    begin,
+    check_can_begin_anew,
+    check_same_data,
+)
 
 
 class Run:
@@ -63,7 +69,7 @@ class Run:
         start: Start | None = None,
     ) -> None:
         self.spec, self._start = spec, start
-        self._given_task, self._wanted = task, Wanted(folder)
+        self._given_task, self._wanted = task, RunFolderRequest(folder)
         self._fresh, self._accept = fresh, accept_code_change
         self._accept_data, self._quiet = accept_data, quiet
         self._stops = StopRequests()
@@ -92,13 +98,13 @@ class Run:
 
     def _begin(self) -> None:
         heard: list[str] = []  # of how they are joined
-        self.group = group = self._opened.enter_context(together.joined(self.spec, heard))
-        self._mesh = together.meshed(group, self.spec)
+        self.group = group = self._opened.enter_context(together.join_ranks(self.spec, heard))
+        self._mesh = together.make_mesh(group, self.spec)
         made = group.settle(self._prepare)
         self.assembly.warnings.extend(heard)
         together.check_alike(group, self.assembly, made.program, self._wanted())
         spec = environment.as_run(self.spec) if self._start is None else None
-        with together.taken(group, made.choose, spec) as (chosen, self._lock):
+        with together.acquire_run_folder(group, made.choose, spec) as (chosen, self._lock):
             self._opened.callback(self._lock.release)
             self._open(chosen, made)
         asked = self._keeper.ask, self._telling.console.say, lambda: self.step
@@ -106,7 +112,7 @@ class Run:
         self._is_open = True
         self._clock.switch(OTHER)
 
-    def _prepare(self) -> Prepared:
+    def _prepare(self) -> PreparedRun:
         """Prepare the run on this rank; write nothing."""
         made = prepare(
             self.spec,
@@ -121,7 +127,7 @@ class Run:
         self.model, self.task = made.assembly.model, made.task
         return made
 
-    def _open(self, chosen: folder.Chosen, made: Prepared) -> None:
+    def _open(self, chosen: folder.Chosen, made: PreparedRun) -> None:
         """Open the files of the run, restore a checkpoint if any, and write the Started record."""
         self._folder, root = anchor(chosen.folder), chosen.folder.absolute()
         self.generation, self._stops.outcome = self._lock.generation, chosen.done
@@ -150,7 +156,7 @@ class Run:
         warnings = (*self._keeper.disk_note(), *self.assembly.warnings)
         told = environment.as_run(self.spec), made.program, (*said, *warnings, *made.notes)
         journal.begin(
-            self.assembly.started(
+            self.assembly.make_started_record(
                 self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}
             )
         )
@@ -173,7 +179,7 @@ class Run:
             (*said, f"run folder {self.folder}"), warnings if self.group.is_first else ()
         )
         for saved in first:
-            self._saved(saved)
+            self._on_save_result(saved)
 
     def _resume(self, chosen: folder.Chosen) -> list[str]:
         """Resume from the newest whole checkpoint, if any; return messages on damaged ones."""
@@ -190,7 +196,7 @@ class Run:
 
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
         """Restore counters, scores, guard and loader from `saved`, the state after `step`."""
-        with checkpoint.taken_from(f"the state after step {step:,}"):
+        with checkpoint.as_run_folder_errors(f"the state after step {step:,}"):
             self.step = step
             self.num_samples = int(saved["num_samples"])
             self.training_s = float(saved["clock"]["training_s"])
@@ -203,7 +209,7 @@ class Run:
         self._before_s = self.training_s
         self._is_taken = True
 
-    def _begin_with(self, start: Start, chosen: folder.Chosen) -> Begun:
+    def _begin_with(self, start: Start, chosen: folder.Chosen) -> RunStart:
         """Load another run's checkpoint. Raises RunFolderError on a misfit or a used folder."""
         if chosen.is_again:
             raise RunFolderError(
@@ -221,13 +227,13 @@ class Run:
                 together.begin_fork(start.run, self.folder, self.assembly.feed, begun.step)
         return begun
 
-    def _commit_first(self, begun: Begun) -> list[checkpoint.Saved]:
+    def _commit_first(self, begun: RunStart) -> list[checkpoint.SaveResult]:
         """Save the initial state before any record: a kill leaves a fork or no run at all."""
-        clock, done = self._scores.clock(self.training_s), list[checkpoint.Saved]()
+        clock, done = self._scores.clock(self.training_s), list[checkpoint.SaveResult]()
         self._keeper.saved_step = -1
         if self.group.is_first:
             folder.announce_fork(self.folder, environment.as_run(self.spec))
-        more, score = self._more(), self._scores.score_of(begun.step)
+        more, score = self._counters_and_loader_state(), self._scores.score_of(begun.step)
         self._keeper.save(begun.step, more, clock, score, done.append, last=True)
         for problem in filter(None, (each.error for each in done)):
             raise problem
@@ -281,7 +287,7 @@ class Run:
                 # after the reader had the step: an evaluation of it belongs to its weights
                 self._commit()
             else:
-                self._keeper.settle(self._saved)
+                self._keeper.settle(self._on_save_result)
         self._close_window()
         self._stops.outcome = self._stops.outcome or WHOLE
 
@@ -306,7 +312,9 @@ class Run:
                 return
             self.training_s += summary.elapsed_s
             self._scores.count(summary.num_items)
-            self._telling.write(self.assembly.stepped(self.generation, summary, self._clock.take()))
+            self._telling.write(
+                self.assembly.make_step_record(self.generation, summary, self._clock.take())
+            )
             self._telling.judge(summary.step)
             self._telling.console.step(summary)
         causes.raise_if_over(self._guard, self.assembly, summary.step)
@@ -351,7 +359,7 @@ class Run:
     def _evaluate(self, name: str) -> Evaluation:
         self._close_window()
         try:
-            with self._averaged():
+            with self._averaged_weights():
                 tell = functools.partial(self._evaluating, name)
                 notice = self._telling.of_evaluation(name, self.step)
                 result = self.assembly.evaluate(name, self.group, tell, notice)
@@ -368,7 +376,7 @@ class Run:
         counts = name == self.spec.evaluate.split
         best = counts and self._scores.add(self.step, result)
         event = result.as_event(self.generation, self.step, best=best)
-        self._telling.evaluated(event, self.assembly.feed.epoch_of(self.step), result)
+        self._telling.log_evaluation(event, self.assembly.feed.epoch_of(self.step), result)
         if best:
             self._commit(copied=True)
         if counts and (reason := self._scores.reason_to_stop()):
@@ -382,7 +390,7 @@ class Run:
             raise SystemExit(self._stops.exit_code)
         self._telling.console.evaluating(split, done, total)
 
-    def _averaged(self) -> Any:
+    def _averaged_weights(self) -> Any:
         with self._clock.within(CHECKPOINT):
             self._keeper.before_update()  # the average takes the place of the weights
         average = self.assembly.engine.average
@@ -397,7 +405,7 @@ class Run:
     def _settle(self) -> None:
         """Wait until the save in flight is on disk or has failed."""
         with self._clock.within(CHECKPOINT):
-            self._keeper.settle(self._saved, wait=True)
+            self._keeper.settle(self._on_save_result, wait=True)
 
     def _commit(self, **how: bool) -> None:
         """Save a checkpoint; a storage error cancels this save and does not end the run."""
@@ -410,17 +418,24 @@ class Run:
                     self._ledger.sync()
                     self._telling.journal.sync()
                 clock, score = self._scores.clock(self.training_s), self._scores.score_of(self.step)
-                self._keeper.save(self.step, self._more(), clock, score, self._saved, **how)
+                self._keeper.save(
+                    self.step,
+                    self._counters_and_loader_state(),
+                    clock,
+                    score,
+                    self._on_save_result,
+                    **how,
+                )
         except StorageError as error:
-            self._keeper.refused(self._telling, error, self.step)
+            self._keeper.on_failed_save(self._telling, error, self.step)
 
     def state_digests(self) -> dict[str, str]:
         """Return a SHA-256 (hex) per component of the state; equal for identical states."""
         self._check_begun()
         self._close_window()
-        return self._keeper.digests(self._more())
+        return self._keeper.digests(self._counters_and_loader_state())
 
-    def _more(self) -> dict[str, Any]:
+    def _counters_and_loader_state(self) -> dict[str, Any]:
         """Return the counters and loader state that a checkpoint stores beside the objects."""
         return {
             "num_samples": self.num_samples,
@@ -429,15 +444,15 @@ class Run:
             **together.state_of(self.assembly.engine.stepper.loader),
         }
 
-    def _saved(self, saved: checkpoint.Saved) -> None:
+    def _on_save_result(self, saved: checkpoint.SaveResult) -> None:
         """Record the result of a save; raise its error if that is not a storage error."""
         self._keeper.report(self._telling, saved.step)
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():
-            self._keeper.refused(self._telling, saved.error, saved.step)
+            self._keeper.on_failed_save(self._telling, saved.error, saved.step)
         elif saved.error is not None:
             raise saved.error
         elif saved.manifest is not None:
-            self._telling.committed(saved, saved.manifest.num_bytes)
+            self._telling.log_checkpoint(saved, saved.manifest.num_bytes)
 
     # ---- ending
 
@@ -479,7 +494,7 @@ class Run:
             self._telling.end(self.step)
             self._clock.take()
             self.summary = self._scores.summary(self, self._clock.total())
-            self._telling.journal.write(self._scores.ended(self))
+            self._telling.journal.write(self._scores.make_ended_record(self))
             self._telling.journal.close()
         except StorageError as problem:
             if error is None:

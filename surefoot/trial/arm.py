@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
 
 @contextmanager
-def told_apart() -> Iterator[None]:
+def marking_refused_specs() -> Iterator[None]:
     """Return a context that marks errors of a spec that cannot run on this machine: REFUSED.
 
     A TaskError, the failure of a task, is not marked.

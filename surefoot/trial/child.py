@@ -23,7 +23,7 @@ from surefoot.core.errors import OutOfMemory
 from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.run import Run
 from surefoot.train.step.stepper import EAGER_STEPS
-from surefoot.trial.arm import told_apart
+from surefoot.trial.arm import marking_refused_specs
 from surefoot.trial.report import Clock, capture, peak_bytes, resident_bytes, write_report
 from surefoot.trial.turns import Turns
 
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
     turns, steward = Turns(asked.turns), Steward()
-    with short_of_memory(), told_apart(), Run(spec, folder=asked.run) as run:
+    with short_of_memory(), marking_refused_specs(), Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
         if run.assembly.course.total_steps is not None:

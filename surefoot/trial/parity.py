@@ -25,7 +25,7 @@ from surefoot.trial.report import read_arrays
 TOLERANCE = 1e-5
 # the floor is one draw of a largest difference; another one seldom is three times as large
 NOISE_FACTOR = 3.0
-SMALLEST_SHARE = 1e-3
+MIN_SHARE = 1e-3
 Arrays = Mapping[str, np.ndarray]
 Verdict = Literal["equal", "within noise", "differs"]
 
@@ -129,7 +129,7 @@ def compare_arrays(
                 Gap(name=name, distance=None, floor=None, tolerance=allowed, problem=problem)
             )
             continue
-        scale = max(_magnitude(reference[name]), SMALLEST_SHARE * largest[_group(name)])
+        scale = max(_magnitude(reference[name]), MIN_SHARE * largest[_group(name)])
         distance, floor = _distance(reference[name], other[name], scale), None
         if _mismatch(reference[name], again.get(name)) is None:
             floor = _distance(reference[name], again[name], scale)
@@ -179,18 +179,18 @@ def compare_arms(
             folder = Path(work) / str(number)
             outcome = run_arm(each, folder)
             if outcome.ended != "done":
-                return _unmeasured(
+                return _failed_parity(
                     arm, reference, f"{outcome.arm} {outcome.ended}: {outcome.error}"
                 )
             try:
                 found.append(read_arrays(folder / "rank0" / "report.json"))
             except BadRecordError as problem:
-                return _unmeasured(arm, reference, f"{outcome.arm}: {problem}")
+                return _failed_parity(arm, reference, f"{outcome.arm}: {problem}")
     gaps = compare_arrays(found[0], found[1], found[2], tolerance=tolerance, tolerances=tolerances)
     return Parity(arm=arm.name, reference=reference.name, gaps=tuple(gaps))
 
 
-def _unmeasured(arm: Arm, reference: Arm, failure: str) -> Parity:
+def _failed_parity(arm: Arm, reference: Arm, failure: str) -> Parity:
     return Parity(arm=arm.name, reference=reference.name, gaps=(), failure=failure)
 
 

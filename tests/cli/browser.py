@@ -33,7 +33,7 @@ FLAGS = (
     "--mute-audio",
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
-LONGEST_S = 60.0
+MAX_S = 60.0
 
 
 def find_browser() -> str | None:
@@ -79,7 +79,7 @@ class Browser:
 
     def _read(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._of], [], [], LONGEST_S)
+            ready, _, _ = select.select([self._of], [], [], MAX_S)
             assert ready, "the browser does not answer"
             part = os.read(self._of, 1 << 20)
             assert part, "the browser ended"

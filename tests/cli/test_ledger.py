@@ -30,7 +30,7 @@ STEPS = 30
 def write(run: Path, *attempts: tuple[int, int], plan: Plan = PLAN) -> Path:
     """A ledger as attempts write it: each does the steps from its first to its last."""
     run.mkdir()
-    feed = consumed.feed_of(plan)
+    feed = consumed.make_feed_of_plan(plan)
     for generation, (first, last) in enumerate(attempts, start=1):
         book = Ledger(run, plan, generation)
         for step in range(first, last + 1):
@@ -196,7 +196,7 @@ def test_rows_that_a_commit_presupposes_must_be_there(tmp_path: Path) -> None:
 )
 def test_the_search_for_a_sample_agrees_with_reading_every_step(plan: Plan, tmp_path: Path) -> None:
     run, sample = write(tmp_path / "run", (1, STEPS), plan=plan), plan.samples // 2
-    feed = consumed.feed_of(plan)
+    feed = consumed.make_feed_of_plan(plan)
     wanted = [step for step in range(1, STEPS + 1) if sample in feed.window(step - 1).ids]
     assert [use.step for use in consumed.find_sample(run, sample)] == wanted
     assert consumed.check(run).num_samples == sum(

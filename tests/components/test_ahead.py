@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from surefoot.components.data import Arrays, Feed, Order, SampleWindow
-from surefoot.components.data.loader import Ahead, Loader, LoaderSettings, Reader, Taken
+from surefoot.components.data.loader import Ahead, Loader, LoaderSettings, Reader, StepBatches
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-def taken(number: int, batch: object) -> Taken:
-    return Taken(number, SampleWindow(0, 0, np.arange(1)), [batch], [np.arange(1)])
+def taken(number: int, batch: object) -> StepBatches:
+    return StepBatches(number, SampleWindow(0, 0, np.arange(1)), [batch], [np.arange(1)])
 
 
 def test_on_a_cpu_batches_pass_through() -> None:

@@ -22,7 +22,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.prove.ladder import find_rungs
-from surefoot.tasks.transformer import Transformer, Unprojected, nats
+from surefoot.tasks.transformer import HiddenAndHead, Transformer, nats
 
 WIDTH, WORDS, ROWS = 16, 203, 37
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-7}
@@ -188,7 +188,7 @@ def test_a_transformer_with_it_has_the_gradients_of_one_without_and_logits_in_ev
         torch.manual_seed(0)
         model = Transformer(11, layers=1, width=8, heads=2, length=12, chunked_loss=chunked)
         output = model(ids)
-        assert isinstance(output, Unprojected) is chunked
+        assert isinstance(output, HiddenAndHead) is chunked
         total, count = nats(output, targets)
         total.backward()
         made[chunked] = [total, count, *(parameter.grad for parameter in model.parameters())]

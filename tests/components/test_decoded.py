@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surefoot.components.data.decoded import Decoded, open_decoded
+from surefoot.components.data.decoded import DecodedArrays, open_decoded
 from surefoot.core.errors import DataError
 
 
@@ -36,7 +36,9 @@ def shards(tmp_path: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def opened(shards: list[Path], cache: Path, decode: Halves, decoder: str = "halves 1") -> Decoded:
+def opened(
+    shards: list[Path], cache: Path, decode: Halves, decoder: str = "halves 1"
+) -> DecodedArrays:
     return open_decoded(shards, cache, decoder=decoder, decode=decode)
 
 

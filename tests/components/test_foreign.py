@@ -131,8 +131,8 @@ def test_a_state_nested_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) 
         child.sort(doubling)
 
 
-def tensors_of(*names: str) -> foreign.Foreign:
-    return foreign.Foreign({name: torch.ones(1) for name in names})
+def tensors_of(*names: str) -> foreign.ForeignFile:
+    return foreign.ForeignFile({name: torch.ones(1) for name in names})
 
 
 @pytest.mark.parametrize(
@@ -163,9 +163,9 @@ def test_weights_that_could_be_one_or_another_are_asked_for() -> None:
         foreign.choose_weights(tensors_of("module.a", "a"), strip="module.")
 
 
-def opened(path: Path) -> foreign.Foreign:
+def opened(path: Path) -> foreign.ForeignFile:
     """As open_foreign gives it, without a process."""
-    return foreign.Foreign(*child.sort(child.read(path)), is_flat=child.is_flat(path))
+    return foreign.ForeignFile(*child.sort(child.read(path)), is_flat=child.is_flat(path))
 
 
 def test_weights_of_which_some_cannot_be_kept_are_refused_and_those_are_named(
@@ -206,14 +206,14 @@ def test_what_else_stands_in_a_file_is_told_without_the_weights_themselves(tmp_p
     )
     found = opened(tmp_path / "a.pt")
     assert list(foreign.choose_weights(found)) == ["a"]  # neither of the others is a weight
-    assert foreign.list_others(found, "model") == [
+    assert foreign.list_other_entries(found, "model") == [
         "epoch",
         "model/count",
         "model/kind",
         "optimizer",
     ]
     torch.save({"a": torch.ones(1), "more": {"b": torch.ones(1)}, "epoch": 2}, tmp_path / "a.pt")
-    assert foreign.list_others(opened(tmp_path / "a.pt"), "") == ["epoch", "more"]
+    assert foreign.list_other_entries(opened(tmp_path / "a.pt"), "") == ["epoch", "more"]
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def test_a_size_is_compared_before_a_pixel_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_folder(tmp_path)
-    monkeypatch.setattr("surefoot.components.data.tars.decoders.MOST_PIXELS", 19)
+    monkeypatch.setattr("surefoot.components.data.tars.decoders.MAX_PIXELS", 19)
     with pytest.raises(DataError, match="is an image of 5 x 4 pixels, 19 are allowed"):
         ImageFolder(tmp_path).read(np.array([0]))
 

@@ -90,7 +90,7 @@ def test_activations_on_the_host_give_the_same_gradients_and_are_counted() -> No
 def test_activations_on_the_host_train_to_the_same_bits_with_dropout_and_batch_norm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(offload, "LEAST_BYTES", 1)
+    monkeypatch.setattr(offload, "MIN_BYTES", 1)
     tables = {"train": {"batch": 4, "microbatch": 2, "device": "cpu"}}
     plain, _ = train(4, **tables)
     offloaded, rehearsal = train(4, **tables, memory={"offload": "activations"})

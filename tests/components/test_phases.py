@@ -28,7 +28,7 @@ from surefoot.components.profiler import (
 from surefoot.components.profiler.phases.clock import ON_DEVICE
 from surefoot.components.profiler.phases.compiled import count_compiled
 from surefoot.components.profiler.phases.device_line import DeviceLine
-from surefoot.components.profiler.phases.tally import MOST_SAMPLED, MOST_STEPS, Tally
+from surefoot.components.profiler.phases.tally import MAX_SAMPLED, MAX_STEPS, Tally
 from surefoot.contract.events import PHASES
 from surefoot.contract.state import Timing
 
@@ -170,15 +170,15 @@ def test_the_first_step_is_judged_once_it_is_known_what_is_usual(
 
 def test_of_a_long_window_and_of_a_long_run_so_many_steps_are_kept_and_evenly() -> None:
     steps = Steps()
-    for _ in range(3 * MOST_STEPS):
+    for _ in range(3 * MAX_STEPS):
         steps.do(forward=1)
-    assert len(steps.take().step_s) == MOST_STEPS
-    for number in range(MOST_SAMPLED * 3):
+    assert len(steps.take().step_s) == MAX_STEPS
+    for number in range(MAX_SAMPLED * 3):
         steps.do(forward=1 + number % 7)
         if number % 10 == 9:
             steps.take()
     kept = steps.tally.total().step_s
-    assert MOST_SAMPLED / 2 < len(kept) <= MOST_SAMPLED
+    assert MAX_SAMPLED / 2 < len(kept) <= MAX_SAMPLED
     for length in range(1, 8):
         assert kept[2000:].count(length / 1000) == pytest.approx((len(kept) - 2000) / 7, rel=0.1)
 

@@ -29,7 +29,7 @@ def test_braces_stand_for_shards() -> None:
     ]
     signed = find_places("https://me:secret@host/d/1.tar?key=secret")[0]
     assert "secret" not in signed.shown
-    assert signed.beside("SHA256SUMS").url == "https://me:secret@host/d/SHA256SUMS?key=secret"
+    assert signed.sibling_url("SHA256SUMS").url == "https://me:secret@host/d/SHA256SUMS?key=secret"
 
 
 REFUSED = {

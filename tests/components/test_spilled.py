@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.memory import Spilled, spilled
+from surefoot.components.memory import FileBackedParameters, spilled
 from surefoot.trial import resident_bytes
 
 
@@ -45,14 +45,14 @@ class Tied(nn.Module):
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spilled, "LEAST_BYTES", 1)
+    monkeypatch.setattr(spilled, "MIN_BYTES", 1)
     monkeypatch.setattr(spilled, "KEPT_BYTES", 1 << 12)
 
 
 @pytest.mark.usefixtures("small")
 def test_a_model_has_the_same_bits_ties_and_layouts_and_trains_alike() -> None:
     made: list[Any] = []
-    for mode in (None, Spilled()):
+    for mode in (None, FileBackedParameters()):
         torch.manual_seed(3)
         if mode is None:
             model = Tied()
@@ -96,7 +96,7 @@ class Aliased(nn.Module):
 @pytest.mark.usefixtures("small")
 def test_what_something_else_holds_stays_where_it_is_and_copies_of_blocks_move() -> None:
     made = []
-    for mode in (None, Spilled()):
+    for mode in (None, FileBackedParameters()):
         torch.manual_seed(3)
         if mode is None:
             made.append(Aliased())
@@ -129,7 +129,7 @@ def test_only_what_is_in_work_is_in_memory() -> None:
         return model
 
     before = resident_bytes()
-    mode = Spilled()
+    mode = FileBackedParameters()
     with mode:
         model = build()
         assert float(model[0].weight[0, 0]) != 0
@@ -144,7 +144,7 @@ def test_where_a_disk_has_no_room_weights_stay_in_memory(monkeypatch: pytest.Mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with Spilled() as mode:
+    with FileBackedParameters() as mode:
         model = nn.Linear(512, 512)
     assert mode._maps == {}
     assert model(torch.ones(1, 512)).shape == (1, 512)
@@ -154,11 +154,11 @@ def test_the_file_has_no_name_and_no_hook_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spilled, "ON_DISK", str(tmp_path))
-    with pytest.raises(ValueError, match="planted"), Spilled():
+    with pytest.raises(ValueError, match="planted"), FileBackedParameters():
         nn.Linear(512, 512)
         raise ValueError("planted")
     assert list(tmp_path.iterdir()) == []
-    with Spilled() as mode:
+    with FileBackedParameters() as mode:
         pass
     nn.Linear(512, 512)
     assert mode._maps == {}

@@ -128,7 +128,7 @@ def test_few_groups_are_in_memory_and_one_that_is_there_is_not_read_again(tmp_pa
     source = Table(tmp_path / "a.parquet", label="label", cache_bytes=1)
     reads = []
     file = source._files[0]
-    counted = tables.Opened(
+    counted = tables.OpenTable(
         file.path, file.types, file.rows, lambda group: (reads.append(group), file.read(group))[1]
     )
     source._groups = [(counted, group) for _, group in source._groups]

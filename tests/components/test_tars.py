@@ -120,7 +120,7 @@ def test_a_source_goes_to_another_process(tmp_path: Path) -> None:
 def test_more_shards_than_files_may_be_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
+    monkeypatch.setattr("surefoot.components.data.tars.source.MAX_OPEN", 2)
     source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
     before = len(os.listdir("/proc/self/fd"))
     assert source.read(np.arange(12)[::-1])["label"].tolist() == list(range(12))[::-1]
@@ -131,7 +131,7 @@ def test_threads_read_at_once_with_few_shards_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None closes what another one reads."""
-    monkeypatch.setattr("surefoot.components.data.tars.source.MOST_OPEN", 2)
+    monkeypatch.setattr("surefoot.components.data.tars.source.MAX_OPEN", 2)
     source = Tars(write_set(tmp_path, shards=6, samples=2), cache=tmp_path / "cache", label="cls")
     drawn = [np.random.default_rng(number).integers(0, 12, 40) for number in range(50)]
     with ThreadPoolExecutor(4) as pool:

@@ -84,7 +84,7 @@ def test_blocks_are_told_apart_by_hand() -> None:
         ],
         epoch_ns=10_000,
     )
-    known = memory.Known(
+    known = memory.KnownBlocks(
         before={"parameters": {5: 40}}, after={"parameters": {5: 40}}, gradients=[(10_560, 4)]
     )
     line = memory.find_timeline(found, known)

@@ -93,8 +93,8 @@ def test_a_run_that_waits_is_told_so_once_with_the_cause(monkeypatch: pytest.Mon
 def test_workers_are_found_while_a_run_goes_on(
     monkeypatch: pytest.MonkeyPatch, expected: list[list[Any]]
 ) -> None:
-    monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_S", 0.0)
-    monkeypatch.setattr("surefoot.components.data.loader.pilot.LEAST_STEPS", 3)
+    monkeypatch.setattr("surefoot.components.data.loader.pilot.MIN_S", 0.0)
+    monkeypatch.setattr("surefoot.components.data.loader.pilot.MIN_STEPS", 3)
     monkeypatch.setattr("surefoot.components.data.loader.pilot.SKIPPED_STEPS", 1)
     told = list[LoaderNotice]()
     # far longer than a busy machine makes a step

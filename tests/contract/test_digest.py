@@ -86,7 +86,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(tmp_path: Path) -> None:
     entry = Entry(name="state.json", num_bytes=5000, sha256="")
     with (
         pytest.raises(RunFolderError, match=r"state\.json: the file is 4900 bytes too short"),
-        commits.opened(tmp_path, entry) as file,
+        commits.open_file(tmp_path, entry) as file,
         commits.hashing() as pool,
     ):
         os.truncate(tmp_path / "state.json", 100)

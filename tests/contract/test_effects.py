@@ -19,7 +19,7 @@ from torch import Tensor
 from surefoot import RunSpec
 from surefoot.cli.left_out import DECIDED
 from surefoot.components import optim
-from surefoot.components.optim import Named
+from surefoot.components.optim import GroupedParameter
 from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable, find_idle_keys, formulas
 from surefoot.contract.spec.effects import NEEDS, keys_of
@@ -371,7 +371,7 @@ def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(4, 3, generator=draw, dtype=torch.float64)
     weight = torch.nn.Parameter(start.clone())
-    built = optim.build(made.optim, [Named("weight", weight, "matrix")])
+    built = optim.build(made.optim, [GroupedParameter("weight", weight, "matrix")])
     guarded = optim.GuardedUpdate(built.optimizers, clip=made.optim.clip)
     mean = optim.WeightAverage([weight], 0.9)
     zero: Tensor = torch.zeros_like(start)

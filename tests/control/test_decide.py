@@ -13,10 +13,10 @@ from surefoot.control.launch.decide import (
     RankFailure,
     RestartHistory,
     Rules,
+    can_grow,
     choose,
     decide,
     find_numbers,
-    has_more,
     read_code,
 )
 from surefoot.core.errors import InputError
@@ -154,7 +154,7 @@ def test_a_place_that_is_left_out_is_tried_again_after_three_commits_then_six_th
     for wait in (3, 6, 12):
         left = now.num_commits
         assert choose(ELASTIC, now) == (0, 2)
-        assert [has_more(ELASTIC, now, (0, 2), left + each) for each in (0, wait - 1, wait)] == [
+        assert [can_grow(ELASTIC, now, (0, 2), left + each) for each in (0, wait - 1, wait)] == [
             False,
             False,
             True,
@@ -170,8 +170,8 @@ def test_a_spare_place_is_taken_before_one_that_failed_and_brings_no_growth() ->
     _, now, _ = run(EVEN, (K, 2, 3), (K, 2, 4), course=now)
     assert choose(EVEN, now) == (0, 3)
     assert choose(EVEN, replace(now, num_commits=5)) == (0, 3)  # slot 1 is there again, on trial
-    assert not has_more(EVEN, now, (0, 3), 6)
-    assert has_more(EVEN, now, (0, 3), 7)
+    assert not can_grow(EVEN, now, (0, 3), 6)
+    assert can_grow(EVEN, now, (0, 3), 7)
 
 
 def test_numbers_that_a_spec_refuses_are_left_aside_and_none_at_all_is_an_error() -> None:

@@ -59,7 +59,7 @@ def test_a_product_is_held_back_by_compute_and_a_sum_by_memory() -> None:
     )
     assert (product.bound, product.least_s) == ("compute", 2e9 / 100e9)
     assert (added.bound, added.least_s) == ("memory", 12e6 / 10e9)
-    assert product.reached == pytest.approx(0.02)
+    assert product.share_of_roof == pytest.approx(0.02)
 
 
 def test_a_module_adds_up_what_its_operators_need_each_on_the_peak_of_its_dtype() -> None:
@@ -76,7 +76,7 @@ def test_a_module_adds_up_what_its_operators_need_each_on_the_peak_of_its_dtype(
 def test_without_a_peak_nothing_is_said() -> None:
     unknown = Peaks(device="b", threads=None, flops_per_s={}, bytes_per_s=None, source="nobody")
     point = find_point("mm", "operator", [work(flops=2e9, num_bytes=12e6)], unknown)
-    assert (point.bound, point.least_s, point.reached) == (None, None, None)
+    assert (point.bound, point.least_s, point.share_of_roof) == (None, None, None)
     assert fusible_share([point]) is None
     use = Utilisation(flops_per_sample=1e9, peak_flops_per_s=None, dtype="fp32", source="nobody")
     assert use.share(10.0) is None

@@ -19,7 +19,7 @@ import traceback
 from contextlib import suppress
 from typing import Any
 
-LONGEST_S = 180
+MAX_S = 180
 
 
 def serve() -> None:
@@ -50,7 +50,7 @@ def import_all() -> None:
 def run(job: dict[str, Any]) -> None:
     """Become the program of `job`; never returns."""
     os.setsid()
-    signal.alarm(LONGEST_S)
+    signal.alarm(MAX_S)
     os.chdir(job["folder"])
     os.environ.update(job["variables"])
     log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

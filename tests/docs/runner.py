@@ -18,7 +18,7 @@ from tests.docs.snippets import PYTHON, SHELL, Block, blocks
 ROOT = Path(__file__).resolve().parents[2]
 # what a reader has beside him when he types a command
 LENT = ("examples", "recipes", "benchmarks", "docs")
-LONGEST_S = 300
+MAX_S = 300
 REPL = "import doctest, pathlib, sys\ntext = pathlib.Path(sys.argv[1]).read_text()\n"
 REPL += "parser = doctest.DocTestParser().get_doctest(text, {}, sys.argv[1], sys.argv[1], 0)\n"
 REPL += "sys.exit(bool(doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(parser).failed))\n"
@@ -152,7 +152,7 @@ class Reader:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                timeout=LONGEST_S,
+                timeout=MAX_S,
                 check=False,
             ).returncode
 

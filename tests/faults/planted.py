@@ -45,12 +45,12 @@ class PlantedWorkshop(Workshop):
             job if self.plant is None else partial(run_planted, self.plant, job), attempt
         )
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
         if "recording" in key:
-            return super().once((*key, self.plant), make)
+            return super().cached((*key, self.plant), make)
         plant, self.plant = self.plant, None
         try:
-            return super().once(key, make)
+            return super().cached(key, make)
         finally:
             self.plant = plant
 

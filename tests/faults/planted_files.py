@@ -122,7 +122,7 @@ def carry_on(descriptor: int) -> None:
 real_fsync = os.fsync
 
 
-def sync_again(self: ledger.Appended) -> None:
+def sync_again(self: ledger.AppendOnlyFile) -> None:
     try:
         self._flush()
         os.fsync(self._descriptor)
@@ -171,7 +171,7 @@ PLANTED: Mapping[str, tuple[Any, str, Any]] = {
     "an odd state is not caught": (checkpoint, "taken_from", contextlib.nullcontext),
     "fsync is tried again": (os, "fsync", tried_again),
     "fsync may fail": (os, "fsync", carry_on),
-    "the ledger is synced again": (ledger.Appended, "sync", sync_again),
+    "the ledger is synced again": (ledger.AppendOnlyFile, "sync", sync_again),
     "room is made before the save": (checkpoint, "commit", make_room_first),
     "a failed save ends the run": (Telling, "give_up", end_at_once),
     "a failed save is not told": (Telling, "fault", lambda self, fault: None),

@@ -21,7 +21,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.control.plan import COLLECTIVES, Link, bus_factor
 from surefoot.core.statistics import median_interval, paired_ratio
 from surefoot.prove.bench import buckets
-from surefoot.prove.bench.buckets import BucketTuning, Duel, Laid, tune
+from surefoot.prove.bench.buckets import BucketSizes, BucketTuning, Duel, tune
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.wanted import Buckets
 from surefoot.train.step.ranks import Ranks
@@ -33,7 +33,7 @@ __all__ = ["surefoot"]
 
 
 # gradients of 12, 48, 16 and 64 bytes, from the last layer on: the last bias, the last weight ...
-OWN = Laid(64, 16)
+OWN = BucketSizes(64, 16)
 SPEC: dict[str, Any] = {
     "task": {"use": "mine.py:Mine"},
     "train": {"batch": 8, "length": "2 steps"},
@@ -222,9 +222,9 @@ def test_the_gradient_is_timed_in_its_buckets_without_growing_and_equal_layouts_
     assert row["advised"] is None or row["advised"] <= row["gradient"]
 
 
-@pytest.mark.parametrize(("quick", "chosen"), [(16, Laid(16, 16)), (None, OWN)])
+@pytest.mark.parametrize(("quick", "chosen"), [(16, BucketSizes(16, 16)), (None, OWN)])
 def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(
-    quick: int | None, chosen: Laid, task: Path
+    quick: int | None, chosen: BucketSizes, task: Path
 ) -> None:
     def job(rank: int) -> Any:
         use, state = Ranks.use_buckets, {"bucket": 0}
@@ -252,7 +252,7 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(
         return [found.chosen.bucket_bytes, found.chosen.first_bytes, best]
 
     bucket_bytes, first_bytes, best = measured(task, job)
-    assert Laid(bucket_bytes, first_bytes) == chosen
+    assert BucketSizes(bucket_bytes, first_bytes) == chosen
     if quick is not None:
         assert best is not None
         assert best < 0.7
@@ -261,17 +261,17 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(
 @pytest.mark.parametrize(
     ("ratios", "chosen"),
     [
-        ([0.8] * 7, Laid(16, 16)),
+        ([0.8] * 7, BucketSizes(16, 16)),
         ([0.8, 0.9, 0.95, 1.05, 1.1, 0.9, 1.2], OWN),
         ([0.8] * 3, OWN),
         ([1.3] * 7, OWN),
     ],
 )
 def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(
-    ratios: list[float], chosen: Laid
+    ratios: list[float], chosen: BucketSizes
 ) -> None:
     against_own = Duel(
-        laid=Laid(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios))
+        laid=BucketSizes(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios))
     )
     found = BucketTuning(
         ranks=2,

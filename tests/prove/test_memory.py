@@ -22,7 +22,7 @@ from surefoot.prove.memory import compare, fit, predict
 from surefoot.train.run import Run
 from tests.train.small import call, write_task
 
-MOST_ERROR = 0.005
+MAX_ERROR = 0.005
 HUGE = """
 import torch
 from surefoot import Loss
@@ -67,7 +67,7 @@ def test_the_predicted_peak_is_that_which_is_measured(case: Named) -> None:
     predicted = predict(case.spec())
     found = compare(case.spec(), predicted.peak_bytes)
     assert found.error is not None
-    assert abs(found.error) <= MOST_ERROR
+    assert abs(found.error) <= MAX_ERROR
     assert predicted.interval[0] <= found.measured_bytes <= predicted.interval[1]
     assert sum(predicted.terms.values()) == predicted.peak_bytes
 
@@ -162,7 +162,7 @@ def test_the_verb_writes_what_it_knows_and_refuses_what_it_cannot_do(
     assert call(monkeypatch, "memory", "digits", "--measure", "--json", "--out", "shape.json") == 0
     row = json.loads(capsys.readouterr().out)
     assert row["version"] == 1
-    assert abs(row["error"]) <= MOST_ERROR
+    assert abs(row["error"]) <= MAX_ERROR
     assert json.loads(Path("shape.json").read_text())["terms"] == row["terms"]
     for words in (
         ["memory"],
@@ -233,7 +233,7 @@ def test_a_model_whose_parts_are_called_by_themselves_is_measured_as_well(
 ) -> None:
     spec = RunSpec(task=pair, train={"batch": 16, "length": "4 steps"})
     predicted = predict(spec).peak_bytes
-    assert abs(compare(spec, predicted).error or 1.0) <= MOST_ERROR
+    assert abs(compare(spec, predicted).error or 1.0) <= MAX_ERROR
 
 
 def test_of_a_batch_that_grows_the_largest_is_predicted(pair: dict[str, str]) -> None:
@@ -263,4 +263,4 @@ def test_a_prediction_in_a_run_leaves_the_task_as_it_was(
         assert run.task.task.scale.item() == 1.0
     (row,) = (event for event in events.read(tmp_path / "run") if isinstance(event, events.Memory))
     assert row.error is not None
-    assert abs(row.error) <= MOST_ERROR
+    assert abs(row.error) <= MAX_ERROR

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from surefoot.cli.prove.whatif import _way_out
-from surefoot.prove.whatif.fit import STEPS_OF_THE_ANSWER, Fitted, Predicted, Try, find_largest
+from surefoot.prove.whatif.fit import (
+    STEPS_OF_THE_ANSWER,
+    FitSearch,
+    PredictedFit,
+    Try,
+    find_largest,
+)
 from tests.cli.conftest import Command, surefoot
 from tests.train.small import WHOLE_BATCHES, write_task
 
@@ -160,12 +166,12 @@ def test_what_does_not_fit_for_what_stands_beside_the_tensors_says_so_whatever_w
     None
 ):
     tries = tuple(Try(microbatch=size, num_steps=5, peak_bytes=330e6) for size in (4, 2, 1))
-    fitted = Fitted(
+    fitted = FitSearch(
         batch=4,
         limit_bytes=300_000_000,
         tries=tries,
         microbatch=None,
-        predicted=Predicted(4, 90_000, 30_000),
+        predicted=PredictedFit(4, 90_000, 30_000),
     )
     assert fitted.beside_bytes == 330e6 - 30_000
     assert "more than the limit for any model" in _way_out("mine.toml", fitted)

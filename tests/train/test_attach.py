@@ -20,7 +20,7 @@ from surefoot.components.observe import journal
 from surefoot.contract import events
 from surefoot.contract.events import Ended, Event, Started, Step
 from surefoot.core.errors import DataError, InputError, RunFolderError, TaskError
-from surefoot.train.attach import Attached
+from surefoot.train.attach import AttachedLoop
 from surefoot.train.attach.arguments import find_guarantee
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,7 @@ class Loop:
         self.model = nn.Linear(4, 3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
-    def attach(self, folder: Path, **others: Any) -> Attached:
+    def attach(self, folder: Path, **others: Any) -> AttachedLoop:
         return surefoot.attach(
             model=self.model, optimizer=self.optimizer, data=self.data, folder=folder, **others
         )

@@ -17,7 +17,7 @@ import surefoot
 from surefoot.contract import manifest
 from surefoot.contract.events import Committed, Started, Step
 from surefoot.core.errors import RunFolderError, TaskError
-from surefoot.train.attach import Attached
+from surefoot.train.attach import AttachedLoop
 from tests.train.small import end_of, records
 
 PASSES, BATCHES = 4, 5
@@ -196,7 +196,7 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
 def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
     kind: type[torch.optim.Optimizer], state: bool, told: str, tmp_path: Path
 ) -> None:
-    def begin(kind: Any, *, state: bool) -> Attached:
+    def begin(kind: Any, *, state: bool) -> AttachedLoop:
         model = nn.Linear(3, 2)
         optimizer = kind(model.parameters(), lr=0.1)
         more = {"schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1)} if state else {}
@@ -225,13 +225,13 @@ def test_a_loop_that_was_left_in_its_own_process_goes_on_in_its_folder(
 ) -> None:
     model = nn.Linear(3, 2)
 
-    def begin() -> Attached:
+    def begin() -> AttachedLoop:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return surefoot.attach(
             model=model, optimizer=optimizer, data=Numbered(), folder=tmp_path / "a", save="2 steps"
         )
 
-    def leave(run: Attached) -> None:
+    def leave(run: AttachedLoop) -> None:
         for x, y in run.batches():
             run.step_done(F.cross_entropy(model(x), y))
             if run.step == 3 and way == "break":

@@ -319,7 +319,7 @@ def test_a_step_that_the_device_skips_moves_no_tensor_in_an_attribute(
     for number in range(num_applied):
         live.keep()
         model(rows[number])
-        live.put_back_unless(yes)
+        live.restore_unless(yes)
     live.keep()
     before = {
         name: repr(value)
@@ -327,5 +327,5 @@ def test_a_step_that_the_device_skips_moves_no_tensor_in_an_attribute(
         if name in ("h", "same", "pair", "keys")
     }
     model(rows[2] * torch.nan)
-    live.put_back_unless(no)
+    live.restore_unless(no)
     assert {name: repr(value) for name, value in vars(model).items() if name in before} == before

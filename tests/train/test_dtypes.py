@@ -244,7 +244,7 @@ def test_a_first_step_that_broke_off_leaves_nothing_that_looks_on() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         stepper(1)
     assert any(parameter._backward_hooks for parameter in assembly.model.parameters())
-    stepper.take_back()
+    stepper.undo_failed_step()
     assert not any(parameter._backward_hooks for parameter in assembly.model.parameters())
 
 

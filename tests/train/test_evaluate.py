@@ -20,7 +20,7 @@ from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Loss, resolve
 from surefoot.core.errors import UserCodeError
 from surefoot.train.evaluate import evaluate
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 from surefoot.train.run import Run, drive
 from tests.train.small import SAMPLES, Small, assert_same, records, spec, state_of
 
@@ -69,7 +69,7 @@ def test_looking_at_a_model_leaves_mode_buffers_and_streams_as_they_were(raises:
     before, seen = copy.deepcopy(model.state_dict()), model.seen
     torch.manual_seed(3), np.random.seed(3), random.seed(3)  # noqa: NPY002
     try:
-        with untouched(model):
+        with preserve_state(model):
             assert not model.training
             assert not model(torch.rand(4, 4)).requires_grad
             np.random.rand(), random.random()  # noqa: NPY002

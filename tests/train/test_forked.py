@@ -31,7 +31,7 @@ from surefoot.contract.runlock import is_held
 from surefoot.core import signals
 from surefoot.core.errors import InputError
 from surefoot.core.process import forked
-from surefoot.train.attach import Attached
+from surefoot.train.attach import AttachedLoop
 from surefoot.train.run import Run
 from tests.train.small import Small, end_of, records, spec
 
@@ -95,13 +95,13 @@ def test_a_child_of_a_run_leaves_it_to_its_parent(
     assert sum(isinstance(each, events.Ended) for each in records(tmp_path)) == 1
 
 
-def train_on(run: Attached) -> None:
+def train_on(run: AttachedLoop) -> None:
     for _ in range(25):
         run.step_done(1.0)
 
 
 OF_A_LOOP: dict[
-    str, tuple[Callable[[Attached], object], bool]
+    str, tuple[Callable[[AttachedLoop], object], bool]
 ] = {  # and whether the child is told that nothing is recorded
     "leaves the block": (leave, False),
     "leaves it by an error": (lambda run: leave(run, ValueError("mine")), False),

@@ -267,18 +267,18 @@ def test_a_save_between_two_that_are_refused_begins_the_time_anew(
             OSError(errno.ENOSPC, "No space left on device"), "step 2 could not be saved"
         ),
     )
-    patience.refused(full, 2)
+    patience.on_failed(full, 2)
     now[0] = 9.0
-    patience.refused(full, 4)
-    patience.saved()
+    patience.on_failed(full, 4)
+    patience.on_saved()
     now[0] = 12.0
-    patience.refused(full, 6)
+    patience.on_failed(full, 6)
     now[0] = 23.0
     with pytest.raises(StorageError, match="from step 6 to step 8") as raised:
-        patience.refused(full, 8)
+        patience.on_failed(full, 8)
     assert patience.is_over(raised.value)
     with pytest.raises(StorageError, match="from step 6 to step 8"):
-        patience.refused(raised.value, 8)
+        patience.on_failed(raised.value, 8)
 
 
 @pytest.mark.parametrize("value", ["5 steps", "0 s", "soon", 3])

@@ -329,7 +329,7 @@ def test_buffers_of_every_kind_are_as_before_a_skipped_step_and_as_after_an_appl
         buffers.keep()
         model(torch.full((2, 4), math.nan) if is_skipped else torch.ones(2, 4))
         after = {name: tensor.clone() for name, tensor in model.named_buffers()}
-        buffers.put_back_unless(torch.tensor(not is_skipped) if on_device else not is_skipped)
+        buffers.restore_unless(torch.tensor(not is_skipped) if on_device else not is_skipped)
         assert_same(before if is_skipped else after, dict(model.named_buffers()))
     assert model.get_buffer("steps") == 6 - len(skipped)
     assert "absent" not in dict(model.named_buffers())

@@ -16,7 +16,7 @@ from surefoot.train.record import peak
 from surefoot.train.run import Run, drive
 from tests.train.small import Small, records, spec
 
-MOST_ERROR = 0.03
+MAX_ERROR = 0.03
 
 
 def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_number_moves(
@@ -38,7 +38,7 @@ def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_numb
     assert told.step == 3
     assert told.predicted_bytes == predict(stated).peak_bytes
     assert told.error is not None
-    assert abs(told.error) <= MOST_ERROR
+    assert abs(told.error) <= MAX_ERROR
     assert (
         json.loads((tmp_path / "told" / peak.FILE).read_text())["peak_bytes"]
         == told.predicted_bytes

@@ -236,9 +236,9 @@ def test_saves_that_are_done_in_time_or_were_asked_for_are_not_told() -> None:
         pace.compare(step, took_s=1.0, period_s=1.5)
         pace.compare(step, took_s=9.0, period_s=None)
     assert pace.take() is None
-    pace.resumed(is_regular=False)
+    pace.start_training_time(is_regular=False)
     assert pace.measure(is_regular=True) is None
-    pace.resumed(is_regular=True)
+    pace.start_training_time(is_regular=True)
     assert pace.measure(is_regular=False) is None
     for step in range(4):
         pace.compare(step, took_s=2.0, period_s=1.5)

@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import surefoot
 from surefoot.contract.events import Started
-from surefoot.train.attach import Attached
+from surefoot.train.attach import AttachedLoop
 from tests.train.small import Small, records, spec
 from tests.train.test_resume import train
 
@@ -72,7 +72,7 @@ MADE: dict[str, Callable[[nn.Module, Any], Any]] = {
 ROWS = list(torch.ones(3, 2, 4))
 
 
-def step(run: Attached, model: nn.Module, optimizer: Any) -> None:
+def step(run: AttachedLoop, model: nn.Module, optimizer: Any) -> None:
     for batch in run.batches():
         loss = model(batch).square().mean()
         optimizer.zero_grad()

@@ -164,7 +164,7 @@ def test_of_another_number_of_ranks_the_sum_of_what_was_not_sent_stays_and_it_is
                 run.assembly.told,
                 {
                     name: each.residual.tolist()
-                    for name, each in unsent.held_by(ranks, names).items()
+                    for name, each in unsent.powersgd_state_of(ranks, names).items()
                 },
             ]
 

@@ -29,7 +29,7 @@ from tests.world.ranks import CPU, RankFailed, run_ranks, together
 SIZES = (1, 7, 1000, host_memory.PIECE - 1, 3 * host_memory.PIECE + 5)
 
 
-def memory_of(group: Group) -> host_memory.Shared:
+def memory_of(group: Group) -> host_memory.SharedMemoryCollectives:
     assert group.memory is not None
     return group.memory
 
@@ -370,7 +370,7 @@ def test_what_breaks_a_sum_is_seen(planted: str, tmp_path: Path) -> None:
 
     def job(group: Group) -> Any:
         if planted == "an early end":
-            host_memory.Shared._await_done = lambda self, number: None  # type: ignore[method-assign]
+            host_memory.SharedMemoryCollectives._await_done = lambda self, number: None  # type: ignore[method-assign]
             if group.rank == 3:
                 host_memory.add_up = slowly
         elif planted == "one share" and group.rank == 1:

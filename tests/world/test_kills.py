@@ -37,7 +37,7 @@ LAYOUTS: list[dict[str, Any]] = [
     {"shard": 2, "zero_stage": 2},
     {"shard": 2, "zero_stage": 3},
 ]
-LONGEST_S = 1.0  # after which a kill comes at the latest: so long takes a run of these
+MAX_S = 1.0  # after which a kill comes at the latest: so long takes a run of these
 TRIES = 6
 
 
@@ -77,7 +77,7 @@ def killed(
 ) -> bool:
     """One trial; gives whether the kill came before the end of the run."""
     draws = random.Random(f"{seed} {victim}")
-    layout, after_s = draws.choice(layouts), draws.uniform(0.0, LONGEST_S)
+    layout, after_s = draws.choice(layouts), draws.uniform(0.0, MAX_S)
     golden = unbroken(folder.parent / f"unbroken-{layout.get('zero_stage', 0)}", layout)
     told = f"seed {seed}: {victim} is killed after {after_s:.3f} s, {layout}"
     job = lambda rank: take_steps(folder / "run", layout)  # noqa: E731

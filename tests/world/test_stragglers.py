@@ -211,7 +211,7 @@ def test_of_a_device_the_passes_are_timed_by_its_events_and_the_waits_of_the_hos
         paces.begin()
         paces.ready(4, [{"rows": torch.zeros(4, 6), "more": (torch.zeros(3), "no tensor")}])
         Timer.done_s += 0.25
-        paces.passed()
+        paces.end_passes()
         Timer.done_s += 1.0  # what the other rank takes longer
         paces.count([{"loss": (0.0, 12.0, 1.0)}, {}])
         paces.end()

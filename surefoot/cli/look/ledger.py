@@ -17,11 +17,11 @@ from surefoot.core.errors import RunFolderError
 from surefoot.core.units import format_number
 
 if TYPE_CHECKING:
-    from surefoot.components.data.consumed import Consumed
+    from surefoot.components.data.consumed import ConsumedCheck
     from surefoot.contract import loop_ledger
     from surefoot.contract.ledger import LedgerFault
 
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 OTHER_DATA = "other data"
 
 
@@ -139,7 +139,7 @@ def _tell_unjudged(run: Path, last: int) -> None:
         print(f"warning: the verdict ends at step {last:,}: {rest}", file=sys.stderr)
 
 
-def _tell(found: Consumed) -> None:
+def _tell(found: ConsumedCheck) -> None:
     plan = found.plan
     order = (
         f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in the order of the data"
@@ -189,10 +189,10 @@ def _tell(found: Consumed) -> None:
 
 
 def _tell_faults(faults: Sequence[LedgerFault]) -> None:
-    for each in faults[:MOST_SHOWN]:
+    for each in faults[:MAX_SHOWN]:
         print_text(f"{each.kind}: {each.told}", indent=2)
-    if len(faults) > MOST_SHOWN:
-        print(f"  and {len(faults) - MOST_SHOWN:,} more")
+    if len(faults) > MAX_SHOWN:
+        print(f"  and {len(faults) - MAX_SHOWN:,} more")
     print("NOT exactly once")
 
 

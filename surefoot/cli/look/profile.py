@@ -90,7 +90,7 @@ def profile(
         check_levels([each.strip() for each in with_.split(",") if each.strip()]),
     )
     if is_run:
-        options.check_as_it_is(
+        options.reject_spec_flags(
             {"--set": set_, "--seed": seed, "--data": data, "--run": run, "--ranks": ranks},
             "profiled",
             "profile",

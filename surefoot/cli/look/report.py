@@ -188,7 +188,7 @@ def _spec(past: Past) -> Whole:
     from surefoot.control.report import Whole
 
     try:
-        with files.opened(past.folder, "spec.toml") as file:
+        with files.open_file(past.folder, "spec.toml") as file:
             return Whole(file.read(MAX_SPEC_BYTES).decode(errors="replace"))
     except OSError:
         return Whole(json.dumps(past.started.spec, indent=1)[:MAX_SPEC_BYTES])

@@ -118,7 +118,7 @@ def find_unrecorded(runs: Sequence[Past]) -> list[str]:
 
 def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
     """Return versions, machine, code and data of each run, by key."""
-    return _beside(
+    return _rows_of_tables(
         [
             {
                 **each.started.versions,
@@ -139,12 +139,12 @@ def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
 def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [
         (key, values)
-        for key, values in _beside(tables).items()
+        for key, values in _rows_of_tables(tables).items()
         if any(value != values[0] for value in values)
     ]
 
 
-def _beside(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def _rows_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """Return each key with its value in every table."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return {key: [table.get(key) for table in tables] for key in keys}

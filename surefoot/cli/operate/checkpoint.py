@@ -59,7 +59,7 @@ KeepEveryOption = Annotated[
 DryRunOption = Annotated[
     bool, typer.Option("--dry-run", help="print what would be deleted, and delete nothing")
 ]
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 
 
 @app.command(cls=Verb, name="list")
@@ -73,7 +73,7 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     from surefoot.cli.table import print_table, without_control
 
     found = stored.rows(run)
-    others = stored.left_overs(run)
+    others = stored.find_leftovers(run)
     if json:
         options.print_json({"run": str(run), "commits": found, "left_over": others})
         return
@@ -437,7 +437,7 @@ def diff(
         )
         return int(bool(found))
     rows = []
-    for each in found[:MOST_SHOWN]:
+    for each in found[:MAX_SHOWN]:
         how = (
             each.what
             if each.num_values is None
@@ -453,8 +453,8 @@ def diff(
         )
     if rows:
         print_table(("file", "name", "different", "max difference"), rows, right="max difference")
-    if len(found) > MOST_SHOWN:
-        print(f"and {len(found) - MOST_SHOWN:,} more")
+    if len(found) > MAX_SHOWN:
+        print(f"and {len(found) - MAX_SHOWN:,} more")
     print(f"{'equal' if not found else 'different'}: {same:,} tensors are bitwise identical")
     return int(bool(found))
 

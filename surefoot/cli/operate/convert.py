@@ -29,7 +29,7 @@ ShuffleOption = Annotated[
     int | None,
     typer.Option("--shuffle", metavar="SEED", help="shuffle the samples with this seed"),
 ]
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 NameOption = Annotated[
     str | None,
     typer.Option(
@@ -119,8 +119,8 @@ def print_shards(shards: Sequence[Mapping[str, Any]]) -> None:
 
     shown = [
         (each["name"], f"{each['samples']:,}", format_bytes(each["bytes"]), each["sha256"][:12])
-        for each in shards[:MOST_SHOWN]
+        for each in shards[:MAX_SHOWN]
     ]
     print_table(("tar", "samples", "size", "sha256"), shown, right=("samples", "size"))
-    if len(shards) > MOST_SHOWN:
-        print(f"and {len(shards) - MOST_SHOWN:,} more")
+    if len(shards) > MAX_SHOWN:
+        print(f"and {len(shards) - MAX_SHOWN:,} more")

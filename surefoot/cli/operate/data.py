@@ -32,7 +32,7 @@ TarsArgument = Annotated[
         help="tars in the layout of WebDataset, folders of them, or URLs with {000..099}",
     ),
 ]
-MOST_SHOWN = 40
+MAX_SHOWN = 40
 app.command(cls=Verb)(convert.convert)
 app.command(cls=Verb)(read_speed.bench)
 app.command(cls=Verb)(stage.stage)
@@ -114,10 +114,10 @@ def check(
     if found.bad:
         print_table(
             ("tar", "member", "reason"),
-            [(each.shard, each.key, each.reason) for each in found.bad[:MOST_SHOWN]],
+            [(each.shard, each.key, each.reason) for each in found.bad[:MAX_SHOWN]],
         )
-        if len(found.bad) > MOST_SHOWN:
-            print(f"and {len(found.bad) - MOST_SHOWN:,} more: --json has all of them")
+        if len(found.bad) > MAX_SHOWN:
+            print(f"and {len(found.bad) - MAX_SHOWN:,} more: --json has all of them")
         print()
     print(
         f"{found.num_samples:,} samples are undamaged, "

@@ -162,7 +162,7 @@ def read_tensor(
     The digest is computed in the memory that receives the data. Raises RunFolderError for damage.
     """
     held = bytearray(piece.num_bytes)
-    with commits.opened(folder, entry) as file:
+    with commits.open_file(folder, entry) as file:
         spans = commits.spans(
             len(commits.read_header(file, folder / entry.name, entry)), {name: piece}
         )

@@ -71,7 +71,7 @@ def step_folders(run: Path) -> list[Path]:
     )
 
 
-def left_overs(run: Path) -> list[str]:
+def find_leftovers(run: Path) -> list[str]:
     """Return the names of what kills left behind, and of checkpoints that were set aside."""
     return sorted(
         path.name for path in (run / manifest.FOLDER).iterdir() if path.name.startswith(LEFT_OVERS)

@@ -22,7 +22,7 @@ from surefoot.core.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 
 
 def export(
@@ -138,7 +138,7 @@ def import_(
     if spec is not None:
         _check_fit(file, spec, weights)
     made = foreign.import_weights(file, to, weights, environment.versions())
-    left = foreign.list_others(found, key)
+    left = foreign.list_other_entries(found, key)
     if json:
         tensors = {
             name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
@@ -178,12 +178,12 @@ def _tell(to: Path, weights: dict[str, Any], left: list[str], found: Any) -> Non
         f"{to / 'checkpoints' / 'step-000000000000'}  {len(weights):,} tensors, "
         f"{format_bytes(size)}"
     )
-    shown = [f"{name} {list(tensor.shape)}" for name, tensor in list(weights.items())[:MOST_SHOWN]]
-    more = f" and {len(weights) - MOST_SHOWN:,} more" if len(weights) > MOST_SHOWN else ""
+    shown = [f"{name} {list(tensor.shape)}" for name, tensor in list(weights.items())[:MAX_SHOWN]]
+    more = f" and {len(weights) - MAX_SHOWN:,} more" if len(weights) > MAX_SHOWN else ""
     print(without_control(f"  {', '.join(shown)}{more}"))
     if left:
         print(
-            without_control(f"other contents of the file: {', '.join(left[:MOST_SHOWN])}"),
+            without_control(f"other contents of the file: {', '.join(left[:MAX_SHOWN])}"),
             file=sys.stderr,
         )
     if found.unbounded:

@@ -17,7 +17,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SurefootError
 from surefoot.core.units import format_bytes
 
-MOST_SHOWN = 10
+MAX_SHOWN = 10
 ATTACHED = "attached"  # spec id of a user's training loop, which has no spec
 WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
 
@@ -95,12 +95,12 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
     missing = {each.step: each for each in gone.find_gone(run, records)}
     for step in steps:
         if step in missing:
-            yield _of_missing(missing[step])
+            yield _part_of_missing(missing[step])
         elif step in healths:
             yield _of_present(step, healths[step])
 
 
-def _of_missing(missing: gone.Gone) -> RunPart:
+def _part_of_missing(missing: gone.Gone) -> RunPart:
     name = f"step {missing.step:,}"
     if missing.is_lost:
         return RunPart(name, LOST, "", (missing.why,), missing.step)
@@ -156,8 +156,8 @@ def _check_ledger(
         problems.append(
             f"it has steps of attempt {', '.join(map(str, others))}, which the log does not have"
         )
-    if len(problems) > MOST_SHOWN:
-        problems[MOST_SHOWN:] = [f"and {len(problems) - MOST_SHOWN:,} more"]
+    if len(problems) > MAX_SHOWN:
+        problems[MAX_SHOWN:] = [f"and {len(problems) - MAX_SHOWN:,} more"]
     return _part("ledger", found, problems)
 
 

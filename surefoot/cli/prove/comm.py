@@ -153,7 +153,7 @@ def comm(
         collectives = None if only is None else tuple(only.split(","))
         limits = {"smallest": _bytes(smallest), "largest": _bytes(largest)}
         how = {"device": device, "transport": transport, "calls": calls, "warmup": warmup}
-        sizes = wanted.Sizes(**_given({"collectives": collectives, **limits, **how}))
+        sizes = wanted.Sizes(**_drop_none({"collectives": collectives, **limits, **how}))
         sizes.check_memory(ranks or max(RANKS, here.world_size))
         if starts:
             return options.launch_ranks(ranks or RANKS, RunSpec(), None, None, trains=False)
@@ -165,7 +165,7 @@ def comm(
     ).spec
     tried = None if buckets is None else tuple(map(_bytes, buckets.split(",")))
     counts = {"calls": calls, "warmup": warmup, "rounds": rounds}
-    asked = wanted.Buckets(**_given({"sizes": tried, **counts}))
+    asked = wanted.Buckets(**_drop_none({"sizes": tried, **counts}))
     if starts:
         return options.launch_ranks(ranks or RANKS, origin, None, None, trains=False)
     return _buckets(spec, origin, asked, here.rank == 0, json=json, tell=tell)
@@ -195,7 +195,7 @@ def _refuse_idle(
         raise InputError(f"{idle[0]} applies only without a SPEC, and a SPEC is given", hint=hint)
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that were given; the others get the defaults of `Sizes` and `Buckets`."""
     return {name: value for name, value in values.items() if value is not None}
 

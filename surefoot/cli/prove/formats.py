@@ -13,7 +13,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:
-    from surefoot.components.precision import Flushed
+    from surefoot.components.precision import UnderflowShare
 
 NUM_SHOWN = 8
 SpecOfGradients = Annotated[
@@ -50,7 +50,7 @@ def formats(
 
     rows = find_formats()
     scales: tuple[float, ...] = (1.0,)
-    flushed: tuple[Flushed, ...] = ()
+    flushed: tuple[UnderflowShare, ...] = ()
     if spec is not None:
         from surefoot.prove.bench.flushed import find_flushed
 
@@ -102,7 +102,7 @@ def formats(
 
 
 def _print_flushed(
-    flushed: tuple[Flushed, ...],
+    flushed: tuple[UnderflowShare, ...],
     scales: tuple[float, ...],
     first: float,
     last: float,

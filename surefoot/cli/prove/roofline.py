@@ -26,7 +26,7 @@ from surefoot.core.units import UNKNOWN, format_number, format_percent, format_s
 if TYPE_CHECKING:
     from surefoot.core.cost.roofline import Point
     from surefoot.core.hardware import Peaks
-    from surefoot.prove.bench.place import Placed
+    from surefoot.prove.bench.place import RooflinePoint
 
 ROWS = 14
 BUSY = 0.7  # load average above which other processes compete
@@ -77,7 +77,7 @@ def roofline(
 
     run = options.find_run(given)
     if run:
-        options.check_as_it_is(
+        options.reject_spec_flags(
             {"--set": set_, "--seed": seed, "--data": data}, "measured", "roofline"
         )
     if out:
@@ -195,7 +195,7 @@ def _ridge(peaks: Peaks, dtype: str) -> str:
     )
 
 
-def _print(found: Placed) -> None:
+def _print(found: RooflinePoint) -> None:
     _print_peaks(found.peaks, found.one_core, found.published)
     print()
     _draw(found)
@@ -205,7 +205,7 @@ def _print(found: Placed) -> None:
     print_pairs(_pairs(found))
 
 
-def _pairs(found: Placed) -> list[tuple[str, str]]:
+def _pairs(found: RooflinePoint) -> list[tuple[str, str]]:
     from surefoot.core.cost.roofline import giga
 
     step, inside = format_seconds(found.step_s), format_seconds(found.operators_s)
@@ -249,7 +249,7 @@ def _pairs(found: Placed) -> list[tuple[str, str]]:
     return pairs
 
 
-def _print_points(title: str, kind: str, found: Placed) -> None:
+def _print_points(title: str, kind: str, found: RooflinePoint) -> None:
     """Print the points that take the most time, with their share of the operators' time."""
 
     timed = [
@@ -278,12 +278,12 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
         giga(point.flops / point.elapsed_s),
         giga(point.num_bytes / point.elapsed_s),
         format_number(point.intensity),
-        format_percent(point.reached),
+        format_percent(point.share_of_roof),
         point.bound or UNKNOWN,
     ]
 
 
-def _draw(found: Placed) -> None:
+def _draw(found: RooflinePoint) -> None:
     """Plot the roof of the dtype with the most FLOPs, and the operators that take the most time."""
     from surefoot.cli.plot import overlay, terminal_style
     from surefoot.core.cost.roofline import attainable_flops_per_s

@@ -183,7 +183,7 @@ def _check_resume(
             "verify needs either a SPEC or --command",
             hint='surefoot verify digits, or --command "python train.py" --state out/',
         )
-    from surefoot.prove.verify import LEAST_STEPS
+    from surefoot.prove.verify import MIN_STEPS
 
     if (command is None) != (state is None):
         raise InputError(
@@ -192,8 +192,8 @@ def _check_resume(
         )
     if kills < 1:
         raise InputError(f"--kills must be at least 1; got {kills}", hint="give --kills 1 or more")
-    if steps < LEAST_STEPS:
-        raise InputError(f"--steps is {steps}", hint=f"use {LEAST_STEPS} steps or more")
+    if steps < MIN_STEPS:
+        raise InputError(f"--steps is {steps}", hint=f"use {MIN_STEPS} steps or more")
 
 
 def _verify_resume(
@@ -314,7 +314,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
                 temporary = tempfile.TemporaryDirectory(prefix="surefoot-verify-")
                 folder = Path(stack.enter_context(temporary))
             else:
-                folder = _made(keep).resolve()
+                folder = _create_folder(keep).resolve()
         except OSError as error:
             what, hint = f"--keep {keep}", "give another folder"
             if keep is None:
@@ -325,7 +325,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
         yield folder
 
 
-def _made(keep: Path) -> Path:
+def _create_folder(keep: Path) -> Path:
     """Create the folder and check that files can be written to it.
 
     Raises OSError where they cannot, InputError where the folder is not empty.

@@ -27,7 +27,7 @@ from surefoot.core.units import format_bytes, format_percent, parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
-    from surefoot.prove.whatif.fit import Fitted
+    from surefoot.prove.whatif.fit import FitSearch
 
 app = typer.Typer(
     cls=Verbs,
@@ -267,7 +267,7 @@ def fit(
         )
 
 
-def _way_out(given: str, found: Fitted) -> str:
+def _way_out(given: str, found: FitSearch) -> str:
     """Return a hint where nothing fits: a spec with smaller tensors, or more memory.
 
     More memory is the hint where the tensors are not what exceeds the limit.
@@ -339,7 +339,7 @@ def noise(
 
     run = options.find_run(given)
     if run is not None:
-        options.check_as_it_is({"--set": set_, "--seed": seed}, "measured", "whatif noise")
+        options.reject_spec_flags({"--set": set_, "--seed": seed}, "measured", "whatif noise")
     spec = _read("whatif noise", given, set_, seed, data, task)
     lab = measure_noise(spec, run=run, size=size, draws=draws)
     options.print_result({"given": given, **lab.as_row()}, print_noise, lab, json=json)

@@ -3,7 +3,7 @@
 Every byte is verified against its digest when a checkpoint is loaded.
 """
 
-from surefoot.components.checkpoint.background import Saved, Saver
+from surefoot.components.checkpoint.background import Saver, SaveResult
 from surefoot.components.checkpoint.load import (
     MODEL,
     Commit,
@@ -14,7 +14,7 @@ from surefoot.components.checkpoint.load import (
 from surefoot.components.checkpoint.modules import (
     check_buffers,
     encode_storable,
-    held_by,
+    module_state,
     put_back_buffers,
     put_back_extra,
 )
@@ -26,7 +26,7 @@ from surefoot.components.checkpoint.own import (
     save,
 )
 from surefoot.components.checkpoint.random import random_states, restore_random
-from surefoot.components.checkpoint.restore import Restored, load, load_into, restore
+from surefoot.components.checkpoint.restore import RestoreResult, load, load_into, restore
 from surefoot.components.checkpoint.save import (
     Content,
     Stamp,
@@ -43,7 +43,7 @@ from surefoot.components.checkpoint.tensor_files import (
     find_unchanged,
     whole_shape,
 )
-from surefoot.components.checkpoint.tree import join, name_kind, split, taken_from
+from surefoot.components.checkpoint.tree import as_run_folder_errors, join, name_kind, split
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.run_folder.retention import make_room, retain
 from surefoot.runtime.attributes import generator_state, is_generator, restore_generator
@@ -52,8 +52,8 @@ __all__ = [
     "MODEL",
     "Commit",
     "Content",
-    "Restored",
-    "Saved",
+    "RestoreResult",
+    "SaveResult",
     "Saver",
     "Stamp",
     "Store",
@@ -72,7 +72,7 @@ __all__ = [
     "find_unchanged",
     "generator_state",
     "has_state",
-    "held_by",
+    "module_state",
     "identity",
     "is_generator",
     "is_restorable",
@@ -93,6 +93,6 @@ __all__ = [
     "save",
     "split",
     "sync_folder",
-    "taken_from",
+    "as_run_folder_errors",
     "whole_shape",
 ]

@@ -25,7 +25,7 @@ Write = Callable[[Content, Callable[[], bool]], Manifest]
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """Result of one save: the manifest of the checkpoint, or the error that prevented it.
 
     `waited_s` is the time for which the save blocked training.
@@ -48,23 +48,23 @@ class Saver:
         self._confirmed = threading.Event()
         self._torn: str | None = None
         self._waited_s = 0.0
-        self._done: Saved | None = None
+        self._done: SaveResult | None = None
         self._crash: BaseException | None = None
 
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def save_now(self, content: Content) -> Saved:
+    def save_now(self, content: Content) -> SaveResult:
         """Save synchronously from the tensors of the state, which must not change meanwhile."""
         started_s = time.perf_counter()
         try:
             made = self._write(content, lambda: True)
         except SurefootError as error:
             elapsed_s = time.perf_counter() - started_s
-            return Saved(content.step, elapsed_s, elapsed_s, error=error)
+            return SaveResult(content.step, elapsed_s, elapsed_s, error=error)
         elapsed_s = time.perf_counter() - started_s
-        return Saved(content.step, elapsed_s, elapsed_s, made)
+        return SaveResult(content.step, elapsed_s, elapsed_s, made)
 
     def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
         """Start a background save of `content` and of the tensors in `moving`, given by file.
@@ -106,9 +106,11 @@ class Saver:
                 file, _, name = key.partition("\n")
                 files.setdefault(file, {})[name] = copy
             made = self._write(replace(content, tensors=files), self._is_confirmed)
-            self._done = Saved(content.step, time.perf_counter() - started_s, self._waited_s, made)
+            self._done = SaveResult(
+                content.step, time.perf_counter() - started_s, self._waited_s, made
+            )
         except SurefootError as error:
-            self._done = Saved(
+            self._done = SaveResult(
                 content.step, time.perf_counter() - started_s, self._waited_s, error=error
             )
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
@@ -138,7 +140,7 @@ class Saver:
         self._waited_s = time.perf_counter() - started_s
         self._confirmed.set()
 
-    def finish(self, *, wait: bool) -> Saved | None:
+    def finish(self, *, wait: bool) -> SaveResult | None:
         """Return the result of the save in flight, once.
 
         Returns None if no save is in flight, or if it is still running and `wait` is False. An

@@ -24,7 +24,7 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
     """Write the bytes of `buffers` in order into a new file, and sync it. Raises OSError."""
     descriptor = _open_new(path)
     try:
-        for block in _filled_ahead(_joined(buffers)):
+        for block in _filled_ahead(_aligned_blocks(buffers)):
             _write(descriptor, block)
         os.fsync(descriptor)
     finally:
@@ -47,7 +47,7 @@ def _filled_ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
             block = following.result()
 
 
-def _joined(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
+def _aligned_blocks(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
     """Yield the bytes of `buffers` in aligned blocks of BUFFER_BYTES; the last may be shorter.
 
     A block stays valid until the second block after it is requested.

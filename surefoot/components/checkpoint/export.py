@@ -43,7 +43,7 @@ ENDINGS: Mapping[str, Format] = {
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportResult:
     """Result of an export.
 
     `max_error` is the largest difference of an output, relative where the output is above 1.
@@ -101,7 +101,7 @@ def export_weights(
     build: Callable[[], nn.Module],
     forward: Callable[[nn.Module], Any],
     path: Path,
-) -> Exported:
+) -> ExportResult:
     """Write the state dict as safetensors, a tied tensor under each name, for a strict load.
 
     A second model from `build` loads the file with `load_state_dict` and must give the same
@@ -109,7 +109,7 @@ def export_weights(
     refuses, and StorageError if the file cannot be written.
     """
     draft = _draft(path)
-    state = _unshared(model.state_dict())
+    state = _clone_shared_tensors(model.state_dict())
     try:
         save_file(state, draft, metadata={"format": "pt"})
         stored = load_file(draft)
@@ -131,7 +131,7 @@ def export_weights(
     return _settle(draft, path, "safetensors", max_error(forward(model), forward(other)), None)
 
 
-def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
+def _clone_shared_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a state dict, each with separate storage, as safetensors requires.
 
     Raises TaskError for a value that is not a tensor.
@@ -159,7 +159,7 @@ def _unshared(state: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def export_graph(
     model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format
-) -> Exported:
+) -> ExportResult:
     """Write the model as a graph that runs without its code.
 
     `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
@@ -177,7 +177,7 @@ def export_graph(
 
 def _export_graph(
     model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format
-) -> Exported:
+) -> ExportResult:
     write = _write_onnx if kind == "onnx" else _write_export
     draft = _draft(path)
     first, size = calls[0], _batch_size(calls[0])
@@ -342,9 +342,9 @@ def _draft(path: Path) -> Path:
     return path.with_name(f".draft-{path.name}")
 
 
-def _settle(draft: Path, path: Path, kind: Format, error: float, batch: int | None) -> Exported:
+def _settle(draft: Path, path: Path, kind: Format, error: float, batch: int | None) -> ExportResult:
     """Rename the draft to `path`, or delete it if its outputs differ from the model's."""
-    made = Exported(path, kind, draft.stat().st_size, error, batch)
+    made = ExportResult(path, kind, draft.stat().st_size, error, batch)
     if made.holds:
         apply_umask(draft)  # safetensors creates files that only their owner can read
         draft.replace(path)

@@ -86,7 +86,7 @@ class Commit:
         """
         entry = self._entry(name)
         with (
-            commits.opened(self.folder, entry) as descriptor,
+            commits.open_file(self.folder, entry) as descriptor,
             open(descriptor, "rb", closefd=False) as file,
         ):
             try:

@@ -21,7 +21,7 @@ from surefoot.components.checkpoint.tensor_files import check_storable, fill
 from surefoot.components.checkpoint.tree import split
 from surefoot.contract.state import Part
 from surefoot.core.errors import RunFolderError, TaskError
-from surefoot.runtime.attributes import Changed, Stored, encode_attributes
+from surefoot.runtime.attributes import AttributeChanges, Stored, encode_attributes
 
 
 class ModuleTensors(NamedTuple):
@@ -36,7 +36,7 @@ class ModuleTensors(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def held_by(module: nn.Module, stored: Collection[str] | None = None) -> ModuleTensors:
+def module_state(module: nn.Module, stored: Collection[str] | None = None) -> ModuleTensors:
     """Return the state of a module. Raises TaskError for a lazy layer that has no tensors yet.
 
     A custom state dict may return a tensor with other values (a cast); the live tensor is saved
@@ -155,7 +155,7 @@ def put_back_buffers(
             owner._buffers[leaf] = value.to(near.device)
 
 
-def encode_storable(module: nn.Module, changed: Changed) -> tuple[Stored, tuple[str, ...]]:
+def encode_storable(module: nn.Module, changed: AttributeChanges) -> tuple[Stored, tuple[str, ...]]:
     """Return the changed attributes that a checkpoint can hold, encoded, and names of the rest."""
     values, unsaved = {}, list(changed.unsaved)
     for name, value in changed.values.items():
@@ -284,7 +284,7 @@ def _local_rows(tensor: Any) -> Tensor:
     return held  # type: ignore[no-any-return]
 
 
-def unsharded(tree: Any, layouts: Layouts) -> Any:
+def to_local_shards(tree: Any, layouts: Layouts) -> Any:
     """Return `tree` with a LocalShard in place of each DTensor.
 
     Raises TaskError for a DTensor whose layout no parameter of the model has.
@@ -315,7 +315,7 @@ def unsharded(tree: Any, layouts: Layouts) -> Any:
     return _convert(tree, convert) if layouts else tree
 
 
-def sharded(tree: Any, layouts: Layouts) -> Any:
+def to_dtensors(tree: Any, layouts: Layouts) -> Any:
     """Return `tree` with a DTensor in place of each LocalShard."""
     if not layouts:
         return tree

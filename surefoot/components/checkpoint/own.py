@@ -27,9 +27,9 @@ from surefoot.components.checkpoint.modules import (
     check_shaped,
     describe_layouts,
     find_layouts,
-    held_by,
+    module_state,
     reshard,
-    unsharded,
+    to_local_shards,
     with_local_rows,
 )
 from surefoot.components.checkpoint.random import random_states
@@ -143,8 +143,8 @@ def _gather(
         name: _read_object(value) if name in kinds else value for name, value in objects.items()
     }
     layouts = find_layouts(modules.values())
-    values = unsharded(values, layouts)
-    held = {name: held_by(module) for name, module in modules.items()}
+    values = to_local_shards(values, layouts)
+    held = {name: module_state(module) for name, module in modules.items()}
     skeleton, tensors = split(
         {
             "values": values,

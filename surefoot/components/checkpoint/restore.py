@@ -28,11 +28,11 @@ from surefoot.components.checkpoint.modules import (
     check_buffers,
     describe_layouts,
     find_layouts,
-    held_by,
+    module_state,
     put_back_buffers,
     put_back_extra,
     reshard,
-    sharded,
+    to_dtensors,
 )
 from surefoot.components.checkpoint.own import (
     STATE,
@@ -44,10 +44,10 @@ from surefoot.components.checkpoint.own import (
 )
 from surefoot.components.checkpoint.random import restore_random
 from surefoot.components.checkpoint.tensor_files import DTYPES, create, fill
-from surefoot.components.checkpoint.tree import join, taken_from
+from surefoot.components.checkpoint.tree import as_run_folder_errors, join
 from surefoot.contract import commits
 from surefoot.contract.manifest import Manifest, Piece
-from surefoot.contract.state import laid_as, master_of, part_of
+from surefoot.contract.state import master_of, part_of, with_strides_of
 from surefoot.core.errors import RunFolderError
 from surefoot.runtime.attributes import (
     check_attributes,
@@ -61,7 +61,7 @@ NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoreResult:
     """Result of `load`: the step, and the saved values without a state_dict, such as numbers.
 
     `troubles` has a message about each damaged checkpoint that was skipped.
@@ -72,7 +72,9 @@ class Restored:
     troubles: tuple[str, ...] = ()
 
 
-def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) -> Restored | None:
+def load(
+    folder: str | Path, state: Mapping[str, Any], step: int | None = None
+) -> RestoreResult | None:
     """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
 
     Modules, objects with a state_dict, random generators, tensors and arrays are restored in place.
@@ -87,9 +89,9 @@ def load(folder: str | Path, state: Mapping[str, Any], step: int | None = None) 
     if step is not None:
         one = Commit(run, step)
         commits.check(one.folder)
-        return Restored(step, restore(one, state))
+        return RestoreResult(step, restore(one, state))
     at, troubles = newest_loadable(run, lambda one: found.append(restore(one, state)))
-    return None if at is None else Restored(at, found[-1], tuple(troubles))
+    return None if at is None else RestoreResult(at, found[-1], tuple(troubles))
 
 
 def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = False) -> Manifest:
@@ -114,7 +116,7 @@ def _tensors(
     Tensors in `own`, which come from the file of this rank, are detached: they then do not count as
     parts of a whole.
     """
-    live = with_masters(held_by(module, stored).tensors)
+    live = with_masters(module_state(module, stored).tensors)
     return {name: tensor.detach() if name in own else tensor for name, tensor in live.items()}
 
 
@@ -165,11 +167,11 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
         stored = own.over(file := f"{name}.safetensors")
         check_fit(one.folder, stored, _tensors(module, own.of(file), stored))
     layouts = find_layouts(modules.values())
-    with taken_from(one.folder):
+    with as_run_folder_errors(one.folder):
         tree = join(one.json(own.text), {**one.read(STATE), **own.of(STATE)}, one.folder)
         _check_layouts(one.folder, tree.get("layouts", []), describe_layouts(layouts))
         values, random, kinds = (
-            dict(sharded(tree["values"], layouts)),
+            dict(to_dtensors(tree["values"], layouts)),
             tree["random"],
             dict(tree.get("kinds", {})),
         )
@@ -185,11 +187,11 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
                 f"{one.folder} contains no state of {name!r}",
                 hint=f"it contains {', '.join(values) or 'none'}",
             )
-        with taken_from(one.folder):
+        with as_run_folder_errors(one.folder):
             _check_object(one.folder, name, value, values[name], kinds.get(name))
     for name, value in objects.items():  # first the objects, which may refuse their state
         if has_state(value) or is_generator(value):
-            with taken_from(f"{name!r} of {one.folder}"):
+            with as_run_folder_errors(f"{name!r} of {one.folder}"):
                 _load_object(value, values.pop(name))
         elif isinstance(value, Tensor):
             fill(name, value, values[name])
@@ -197,11 +199,11 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
             value[...] = values[name]
     for name, module in modules.items():
         _read_into(module, one, f"{name}.safetensors", own.of(f"{name}.safetensors"))
-        with taken_from(f"{name!r} of {one.folder}"):
+        with as_run_folder_errors(f"{name!r} of {one.folder}"):
             put_back_buffers(module, beside[name]["buffers"])
             put_back_attributes(module, beside[name].get("attributes", {}))
             put_back_extra(module, beside[name]["extra"])
-    with taken_from(one.folder):
+    with as_run_folder_errors(one.folder):
         restore_random(random)
     return values
 
@@ -345,7 +347,7 @@ def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
 
     torch casts each tensor to the parameter's dtype, and takes text and arrays apart.
     """
-    return map_tensors(saved, lambda tensor: laid_as(tensor.to(near.device), moved))
+    return map_tensors(saved, lambda tensor: with_strides_of(tensor.to(near.device), moved))
 
 
 def _describe(value: Any) -> str:

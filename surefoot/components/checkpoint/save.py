@@ -148,9 +148,9 @@ def commit_together(
         return ""
 
     try:
-        _by_all(group, run, content.step, begin)
-        written = _by_all(group, run, content.step, write)
-        _by_all(group, run, content.step, seal)
+        _run_on_all_ranks(group, run, content.step, begin)
+        written = _run_on_all_ranks(group, run, content.step, write)
+        _run_on_all_ranks(group, run, content.step, seal)
     except BaseException:
         if group.is_first:
             discard(draft)
@@ -158,7 +158,7 @@ def commit_together(
     return manifests.read(final)
 
 
-def _by_all(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[str]:
+def _run_on_all_ranks(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[str]:
     """Run `job` on each rank; return the results of all ranks.
 
     A rank that fails raises its error, and the others raise that of the first rank that failed.

@@ -61,7 +61,7 @@ class Store:
         Raises StorageError if the store does not respond.
         """
         pattern = f"{self._root}/{manifests.FOLDER}/step-*/{manifests.FILE}"
-        with _told(self.url):
+        with _as_storage_error(self.url):
             self._system.invalidate_cache()
             names = [path.split("/")[-2] for path in self._system.glob(pattern)]
         found = (manifests.STEP_FOLDER.match(name) for name in names)
@@ -71,7 +71,7 @@ class Store:
         """Upload a checkpoint of a run folder, the manifest last."""
         folder = manifests.step_folder(run, step)
         made = manifests.read(folder)
-        with _told(self.url):
+        with _as_storage_error(self.url):
             if "file" in self._system.protocol:  # object stores have no folders to make
                 self._system.makedirs(self._path(step), exist_ok=True)
             for entry in made.files:
@@ -89,7 +89,7 @@ class Store:
         files.make_folder(run, manifests.FOLDER)
         draft.mkdir()
         try:
-            with _told(self.url):
+            with _as_storage_error(self.url):
                 self._system.get_file(self._path(step, manifests.FILE), str(draft / manifests.FILE))
                 made = manifests.read(draft)
                 for entry in made.files:
@@ -113,7 +113,7 @@ class Store:
 
         Raises RunFolderError for a damaged manifest.
         """
-        with tempfile.TemporaryDirectory() as made, _told(self.url):
+        with tempfile.TemporaryDirectory() as made, _as_storage_error(self.url):
             self._system.get_file(
                 self._path(step, manifests.FILE), str(Path(made) / manifests.FILE)
             )
@@ -150,7 +150,7 @@ class Store:
         Only checkpoints older than the newest one in the run folder are deleted.
         """
         here = manifests.steps(run)
-        with _told(self.url):
+        with _as_storage_error(self.url):
             for step in [
                 each for each in self.steps() if here and each < here[-1] and each not in here
             ]:
@@ -158,7 +158,7 @@ class Store:
                 self._system.rm(self._path(step), recursive=True)
 
 
-class _told:
+class _as_storage_error:
     """Convert the errors of a store to StorageError; a missing file becomes RunFolderError."""
 
     def __init__(self, url: str) -> None:

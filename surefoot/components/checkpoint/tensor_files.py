@@ -238,7 +238,7 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     """
     pieces = entry.tensors or {}
     found: dict[str, str] = {}
-    with commits.opened(folder, entry) as file, torch.no_grad():
+    with commits.open_file(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
         # only now: read_header has checked the file size
         given = {name: give(name, whole_of(piece)) for name, piece in pieces.items()}

@@ -83,17 +83,17 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if isinstance(value, float) and not isinstance(value, np.generic):
         return float(value) if math.isfinite(value) else {MARK: "float", "value": str(float(value))}
     if isinstance(value, Tensor):
-        return {MARK: "tensor", "name": _named(value.detach(), place, tensors)}
+        return {MARK: "tensor", "name": _add_tensor(value.detach(), place, tensors)}
     if isinstance(value, np.ndarray | np.generic):
         return {
             MARK: "array",
-            "name": _named(_as_tensor(value, place), place, tensors),
+            "name": _add_tensor(_as_tensor(value, place), place, tensors),
             "scalar": isinstance(value, np.generic),
         }
     if isinstance(value, bytes | bytearray):
         return {
             MARK: "bytes" if isinstance(value, bytes) else "bytearray",
-            "name": _named(
+            "name": _add_tensor(
                 torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)[: len(value)],
                 place,
                 tensors,
@@ -213,7 +213,7 @@ def _split_mapping(
     return {MARK: "dict", "items": pairs}
 
 
-def _named(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
+def _add_tensor(tensor: Tensor, place: str, tensors: dict[str, Tensor]) -> str:
     name, number = place, 1
     while name in tensors:
         number += 1
@@ -244,7 +244,7 @@ def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the stat
 
 
 @contextlib.contextmanager
-def taken_from(place: object) -> Iterator[None]:
+def as_run_folder_errors(place: object) -> Iterator[None]:
     """Convert errors from restoring a state whose names or values differ to RunFolderError.
 
     A matching digest does not guarantee that the contents make sense.

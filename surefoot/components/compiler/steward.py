@@ -31,7 +31,9 @@ class Steward:
     created."""
 
     def __init__(self) -> None:
-        self._last = {name: next(reversed(_kept(name)), None) for name in (RECORDS, BREAKS)}
+        self._last = {
+            name: next(reversed(_torch_records(name)), None) for name in (RECORDS, BREAKS)
+        }
 
     def take(self) -> list[Compilation]:
         """Return the compilations since the last call; if torch has dropped some of its records,
@@ -46,7 +48,7 @@ class Steward:
         Returns all records where torch has dropped the last one that was returned, as after a
         reset.
         """
-        kept, new = _kept(name), list[Any]()
+        kept, new = _torch_records(name), list[Any]()
         for each in reversed(kept):
             if each is self._last[name]:
                 break
@@ -86,7 +88,7 @@ class Steward:
         return ended
 
 
-def _kept(name: str) -> Sequence[Any]:
+def _torch_records(name: str) -> Sequence[Any]:
     """Return the records that torch keeps under `name`: a list, or a function that returns one."""
     kept: Any = getattr(sys.modules.get("torch._dynamo.utils"), name, ())
     return list(kept() if callable(kept) else kept)

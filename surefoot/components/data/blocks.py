@@ -20,7 +20,7 @@ import numpy as np
 from surefoot.components.data.order import LARGEST, Permutation, derive
 from surefoot.core.errors import DataError
 
-MOST_KEPT = 4  # cached permutations of blocks: a batch spans one or two
+MAX_CACHED = 4  # cached permutations of blocks: a batch spans one or two
 
 
 @final
@@ -95,7 +95,7 @@ class BlockShuffle:
         if mixed is None:
             mixed = Permutation(size, derive(self._key, 2, block))
             kept = {**self._mixed, block: mixed}  # a new dict: another thread may read the old one
-            self._mixed = dict(list(kept.items())[-MOST_KEPT:])
+            self._mixed = dict(list(kept.items())[-MAX_CACHED:])
         return mixed
 
 

@@ -30,7 +30,7 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Consumed:
+class ConsumedCheck:
     """Steps and samples that a run consumed, up to step `last`, and the faults of its ledger.
 
     `attempts` are the generations of the run, `num_overruled` the rows of steps that were repeated
@@ -55,13 +55,13 @@ class Consumed:
         return not self.faults
 
 
-def check(run: Path) -> Consumed:
+def check(run: Path) -> ConsumedCheck:
     """Read the ledger of `run` and compare every step with the plan.
 
     Raises RunFolderError for a folder without a ledger.
     """
     plan, after = ledger.read_plan(run), ledger.read_after(run)
-    feed = feed_of(plan)
+    feed = make_feed_of_plan(plan)
     rows = list(ledger.read(run))
     kept, overruled = ledger.consumed(rows)
     faults = [
@@ -72,7 +72,7 @@ def check(run: Path) -> Consumed:
     ]
     steps = {row.step for row in kept}
     samples = _samples(feed, steps)
-    return Consumed(
+    return ConsumedCheck(
         plan=plan,
         after=after,
         last=max(steps, default=after),
@@ -97,7 +97,7 @@ def find_sample(run: Path, sample: int) -> list[Use]:
             f"the data set has no sample {sample}",
             hint=f"the data set has {plan.samples:,} samples, counted from 0",
         )
-    feed = feed_of(plan)
+    feed = make_feed_of_plan(plan)
     kept = {row.step for row in ledger.consumed(ledger.read(run))[0]}
     epochs = sorted({feed.window(step - 1).epoch for step in kept})
     found = (
@@ -108,7 +108,7 @@ def find_sample(run: Path, sample: int) -> list[Use]:
     return [use for use in found if use.step in kept]
 
 
-def feed_of(plan: Plan) -> Feed:
+def make_feed_of_plan(plan: Plan) -> Feed:
     """Return the `Feed` (batch sampler) that `plan` describes; it has no source, so it cannot read
     samples.
     """

@@ -40,7 +40,7 @@ DRAFT_LIVES_S = 24 * 3600.0  # a draft this old belongs to a process that died
 
 
 @dataclass(frozen=True)
-class Decoded:
+class DecodedArrays:
     """Arrays of a decoded set as copy-on-write memory maps, and a digest of their contents."""
 
     arrays: dict[str, np.ndarray]
@@ -50,7 +50,9 @@ class Decoded:
 Decode = Callable[[Path], Mapping[str, np.ndarray]]
 
 
-def open_decoded(shards: Sequence[Path], cache: Path, *, decoder: str, decode: Decode) -> Decoded:
+def open_decoded(
+    shards: Sequence[Path], cache: Path, *, decoder: str, decode: Decode
+) -> DecodedArrays:
     """Open the decoded set of `shards` in `cache`; decode them if it is missing or damaged.
 
     `decode(shard)` returns arrays of equal length, one row per sample. `decoder` names `decode` and
@@ -115,7 +117,7 @@ def _find_by_stamps(cache: Path, decoder: str, stamps: list[list[Any]]) -> Path 
     return None
 
 
-def _open(folder: Path) -> Decoded | None:
+def _open(folder: Path) -> DecodedArrays | None:
     """Return the arrays of a decoded set; None if it is missing or damaged."""
     row = _read_manifest(folder)
     if row is None:
@@ -133,7 +135,7 @@ def _open(folder: Path) -> Decoded | None:
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Decoded(
+    return DecodedArrays(
         dict(arrays), hashlib.sha256(json.dumps(row["arrays"], sort_keys=True).encode()).hexdigest()
     )
 

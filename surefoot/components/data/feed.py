@@ -203,12 +203,12 @@ class Feed:
         epochs, rest = divmod(samples, self._end)
         if epochs == piece.epoch:
             return piece.step + min(
-                self._left(piece), math.ceil((rest - piece.start) / piece.batch)
+                self._steps_to_epoch_end(piece), math.ceil((rest - piece.start) / piece.batch)
             )
         whole = -(-self._end // piece.batch)
         return (
             piece.step
-            + self._left(piece)
+            + self._steps_to_epoch_end(piece)
             + (int(epochs) - piece.epoch - 1) * whole
             + min(whole, math.ceil(rest / piece.batch))
         )
@@ -228,7 +228,7 @@ class Feed:
             return self._pieces[0]
         return next(each for each in reversed(self._pieces) if each.step <= step)
 
-    def _left(self, piece: FeedPiece) -> int:
+    def _steps_to_epoch_end(self, piece: FeedPiece) -> int:
         """Return the number of steps from the start of a piece to the end of its first epoch."""
         return -(-(self._end - piece.start) // piece.batch)
 
@@ -239,9 +239,11 @@ class Feed:
             return epoch, within * self.batch
         piece = self._piece(step)
         done = step - piece.step
-        if done < self._left(piece):
+        if done < self._steps_to_epoch_end(piece):
             return piece.epoch, piece.start + done * piece.batch
-        epochs, within = divmod(done - self._left(piece), -(-self._end // piece.batch))
+        epochs, within = divmod(
+            done - self._steps_to_epoch_end(piece), -(-self._end // piece.batch)
+        )
         return piece.epoch + 1 + epochs, within * piece.batch
 
 
@@ -280,11 +282,11 @@ def size_of(batch: Batch) -> int | None:
         # tensors of single samples, whose dimensions differ
         if len(of_lists) == len(fields) and len(set(of_tensors)) > 1:
             of_tensors = []
-        return _agreed([*of_tensors, *of_lists])
-    return _agreed(_sizes_of_tensors([batch]))
+        return _common_size([*of_tensors, *of_lists])
+    return _common_size(_sizes_of_tensors([batch]))
 
 
-def _agreed(sizes: Sequence[int]) -> int | None:
+def _common_size(sizes: Sequence[int]) -> int | None:
     return sizes[0] if len(set(sizes)) == 1 else None
 
 

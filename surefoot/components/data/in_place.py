@@ -44,7 +44,7 @@ class Versions:
         return any(tensor._version != before for tensor, before in self._before)
 
 
-class Lent:
+class InPlaceWriteCheck:
     """Batches lent to a training loop, checked for writes when they come back.
 
     `was_data_changed` returns True, once, if the loop wrote to a batch in the memory of `data`. A

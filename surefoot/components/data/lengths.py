@@ -104,7 +104,7 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
         )
 
 
-def at_its_largest(spec: RunSpec) -> RunSpec:
+def with_largest_batch(spec: RunSpec) -> RunSpec:
     """Return the spec with the largest batch of its ramp throughout; unchanged without a ramp."""
     if not spec.train.ramp:
         return spec

@@ -19,7 +19,7 @@ from surefoot.core.errors import DataError
 
 LARGEST = 2**40
 ROUNDS = 6
-LARGEST_TABLE = 8192
+MAX_TABLE = 8192
 FEW = 6  # up to this many are walked one by one: numpy calls on an array would take longer
 _MASK64 = (1 << 64) - 1
 _INCREMENT, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
@@ -67,7 +67,7 @@ class Permutation:
         self._shift = np.uint64(half_bits)
         self._mask = np.uint64((1 << half_bits) - 1)
         self._table = None
-        if n <= LARGEST_TABLE:
+        if n <= MAX_TABLE:
             hashes = _mix_array(np.arange(n, dtype=np.uint64) ^ np.uint64(derive(key, ROUNDS)))
             self._table = np.argsort(hashes, kind="stable")
         self._round_keys = [np.uint64(derive(key, round_number)) for round_number in range(ROUNDS)]

@@ -39,7 +39,7 @@ class Buffers:
         """Return all buffers of the block, as they are now."""
         return [getattr(*slot) for slot in self._slots]
 
-    def lent(self) -> AbstractContextManager[Any]:
+    def with_copies(self) -> AbstractContextManager[Any]:
         """Return a context inside which the block uses copies of all its buffers and attributes."""
         return Both(_AsBefore(self._slots, self.tensors()), AttributeSnapshot(self._block).lend())
 
@@ -53,15 +53,17 @@ class Buffers:
             return None
         before = [getattr(*slot).detach().clone() for slot in slots]
         attributes = AttributeSnapshot(self._block, known)
-        watched = _Watched(self, modes, slots, before, attributes)
+        watched = _ChangeDetector(self, modes, slots, before, attributes)
         return watched, Both(_AsBefore(slots, before), attributes.lend())
 
-    def saw(self, modes: tuple[bool, ...], moving: list[Slot], attributes: list[Slot]) -> None:
+    def record_changes(
+        self, modes: tuple[bool, ...], moving: list[Slot], attributes: list[Slot]
+    ) -> None:
         self._moving.setdefault(modes, moving)
         self._attributes.setdefault(modes, attributes)
 
 
-class _Watched(AbstractContextManager[None]):
+class _ChangeDetector(AbstractContextManager[None]):
     def __init__(
         self,
         buffers: Buffers,
@@ -85,7 +87,7 @@ class _Watched(AbstractContextManager[None]):
                 for slot, copy in zip(self._slots, self._before, strict=True)
                 if _moved(copy, getattr(*slot))
             ]
-            self._buffers.saw(self._modes, moving, self._attributes.find_changed())
+            self._buffers.record_changes(self._modes, moving, self._attributes.find_changed())
 
 
 class _AsBefore(AbstractContextManager[None]):

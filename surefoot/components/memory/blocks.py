@@ -41,7 +41,7 @@ def find_blocks(
                 "which are its blocks is not known",
                 hint=(
                     f"name its blocks, for example {RECOMPUTED * (key == 'memory.blocks')}{key} = "
-                    f'["{_an_example(model)}"]'
+                    f'["{_example_block(model)}"]'
                 ),
             )
         return found
@@ -110,7 +110,7 @@ def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
     return any(".".join(parts[:end]) in chosen for end in range(1, len(parts)))
 
 
-def _an_example(model: nn.Module) -> str:
+def _example_block(model: nn.Module) -> str:
     """Return a pattern for the error's hint: the first child that has children, if there is one."""
     for name, child in model.named_children():
         if any(True for _ in child.children()):

@@ -101,7 +101,7 @@ class Budget:
         inner_bytes, again_s = 0, float("inf")
         for _ in range(TRIALS):
             kept: dict[int, torch.UntypedStorage] = {}  # kept alive, so that no address is reused
-            with _without_a_trace(inputs, buffers), saved_tensors_hooks(_keeping(kept), _as_it_is):
+            with _restoring_state(inputs, buffers), saved_tensors_hooks(_keeping(kept), _identity):
                 none_of_it = self._own | given.keys() | _storages(buffers.tensors()).keys()
                 started_s = _now_s(inputs)
                 made = run()
@@ -163,15 +163,15 @@ def _keeping(kept: dict[int, torch.UntypedStorage]) -> Callable[[Tensor], Tensor
     return keep
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 @contextlib.contextmanager
-def _without_a_trace(inputs: Sequence[Tensor], buffers: Buffers) -> Iterator[None]:
+def _restoring_state(inputs: Sequence[Tensor], buffers: Buffers) -> Iterator[None]:
     """Restore random streams, buffers and attributes after the block."""
     devices = sorted({each.device.index or 0 for each in inputs if each.device.type == "cuda"})
-    with torch.random.fork_rng(devices), buffers.lent():
+    with torch.random.fork_rng(devices), buffers.with_copies():
         yield
 
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from surefoot.runtime.nested_tensors import find_tensors
 
-LEAST_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than its memory
+MIN_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than its memory
 
 
 class Offloaded:
@@ -39,7 +39,7 @@ class Offloaded:
         is_strided = tensor.layout == torch.strided
         if (
             not is_strided
-            or tensor.nbytes < LEAST_BYTES
+            or tensor.nbytes < MIN_BYTES
             or tensor.untyped_storage().data_ptr() in self._stays
         ):
             return tensor

@@ -104,11 +104,11 @@ class Products:
 
     def contexts(self) -> Contexts:
         """Return the contexts for the forward pass and for its recomputation."""
-        kept: dict[int, _Kept] = {}
+        kept: dict[int, _SavedOutput] = {}
         return _Keeping(self, kept), _Reusing(self, kept)
 
 
-class _Kept:
+class _SavedOutput:
     """The saved output of one operator; `take` returns None once something has changed it in
     place."""
 
@@ -138,7 +138,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Keeping(_Mode):
-    def __init__(self, products: Products, kept: dict[int, _Kept]) -> None:
+    def __init__(self, products: Products, kept: dict[int, _SavedOutput]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._kept, self._count = products, kept, 0
         self._work: list[ProductWork] = []
@@ -164,7 +164,7 @@ class _Keeping(_Mode):
             if self._products.again is None:
                 self._work.append(_work_of(func.overloadpacket.__name__, args, output))
             if self._is_wanted():
-                self._kept[self._count] = _Kept(output)
+                self._kept[self._count] = _SavedOutput(output)
             self._count += 1
         return output
 
@@ -174,7 +174,7 @@ class _Keeping(_Mode):
 
 
 class _Reusing(_Mode):
-    def __init__(self, products: Products, kept: dict[int, _Kept]) -> None:
+    def __init__(self, products: Products, kept: dict[int, _SavedOutput]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._kept, self._count = products, kept, 0
 

@@ -28,7 +28,7 @@ from surefoot.runtime.nested_tensors import find_tensors
 _SEAT = "_surefoot_seat"  # the attribute of a block that holds its _Seat
 
 
-class Recomputed:
+class RecomputeHandle:
     """Result of `recompute`: the `blocks` it found, those it `skipped` with the reason, and the
     `names` of those that are recomputed."""
 
@@ -96,7 +96,7 @@ class Recomputed:
 
 def recompute(
     model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()
-) -> Recomputed:
+) -> RecomputeHandle:
     """Turn on activation checkpointing for the blocks of `model`: recompute their activations in
     the backward pass.
 
@@ -137,7 +137,7 @@ def recompute(
         if parsed.kind == "budget"
         else None
     )
-    made = Recomputed(parsed, taken, skipped, budget, CachesOff(model, taken))
+    made = RecomputeHandle(parsed, taken, skipped, budget, CachesOff(model, taken))
     for number, block in enumerate(taken.values()):
         setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
         kind: Any = type(block)  # mypy takes a module for not hashable
@@ -161,7 +161,7 @@ class _Seat:
     A compiled block does not read its index, so that equal blocks share their compiled code.
     """
 
-    def __init__(self, number: int, plan: Recomputed, buffers: Buffers) -> None:
+    def __init__(self, number: int, plan: RecomputeHandle, buffers: Buffers) -> None:
         self._number, self._plan, self._buffers, self._products = (
             number,
             plan,

@@ -27,12 +27,12 @@ from torch.overrides import TorchFunctionMode
 from surefoot.core.ranks.mapping import let_go, map_file
 
 # smaller tensors stay in memory; touched pages are released beyond the second
-LEAST_BYTES, KEPT_BYTES = (1 << 18, 16 << 20)
+MIN_BYTES, KEPT_BYTES = (1 << 18, 16 << 20)
 ALONE = 2  # use count of a storage that only one parameter uses: its tensor, and the queried object
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
 
-class Spilled(TorchFunctionMode):
+class FileBackedParameters(TorchFunctionMode):
     """A context in which the parameters that a model registers move to a file; it may be entered
     again.
 
@@ -100,7 +100,7 @@ class Spilled(TorchFunctionMode):
             or parameter.layout != torch.strided
         ):
             return  # None, or a tensor subclass or device with other storage
-        if self._is_full or parameter.nbytes < LEAST_BYTES or _address(parameter) in self._maps:
+        if self._is_full or parameter.nbytes < MIN_BYTES or _address(parameter) in self._maps:
             return
         if not _is_alone(parameter):
             return

@@ -33,7 +33,7 @@ ACTIVATIONS, GRADIENTS, TEMPORARIES, WORKSPACE = (
 OF_PART = f"{ACTIVATIONS} of "
 
 
-def without_numbers() -> FakeTensorMode:
+def fake_tensors() -> FakeTensorMode:
     """Return a context in which tensors are fake: they have sizes, dtypes and devices, and no
     data."""
     return _Sizes(allow_non_fake_inputs=True)

@@ -28,7 +28,7 @@ from surefoot.runtime.nested_tensors import find_tensors
 
 BLOCK = 16  # channels in one block of oneDNN's layout
 SHORT, LONG = 2, 34  # sequence lengths for the measurement of an LSTM's workspace
-MOST_ASKED_BYTES = 1 << 25  # of inputs and outputs: more takes seconds, for a small share
+MAX_MEASURED_BYTES = 1 << 25  # of inputs and outputs: more takes seconds, for a small share
 aten = torch.ops.aten
 
 
@@ -47,8 +47,8 @@ def of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Any, int]:
             if grad is None
         )
         return out, inside + absent + _copies(*(grad for grad in args[10:13] if grad is not None))
-    if operator in _ASKED and _is_asked(operator, args, out):
-        return out, _inside(operator, args)
+    if operator in _ASKED and _is_measured(operator, args, out):
+        return out, _workspace_bytes(operator, args)
     formula = _FORMULAS.get(operator)
     return out, 0 if formula is None else max(0, formula(args, out))
 
@@ -155,7 +155,7 @@ _FORMULAS: dict[Any, Callable[[tuple[Any, ...], Any], int]] = {
 _ASKED = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution_backward)
 
 
-def _is_asked(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
+def _is_measured(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
     """Return whether the memory of a call is measured by running it: small calls in 16 bits.
 
     Convolutions are measured in bf16 alone, since fp16 takes seconds on a CPU without fp16 units.
@@ -166,33 +166,35 @@ def _is_asked(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
         if operator is aten.convolution_backward
         else (torch.bfloat16, torch.float16)
     )
-    return tensors[0].dtype in dtypes and sum(map(_bytes, tensors)) <= MOST_ASKED_BYTES
+    return tensors[0].dtype in dtypes and sum(map(_bytes, tensors)) <= MAX_MEASURED_BYTES
 
 
-def _inside(operator: Any, args: tuple[Any, ...]) -> int:
+def _workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     """Return the bytes that an operator allocates besides its output, measured on zeros."""
-    return _inside_once(operator, tuple(_signature(each) for each in args), torch.get_num_threads())
+    return _measure_workspace(
+        operator, tuple(_signature(each) for each in args), torch.get_num_threads()
+    )
 
 
 def _signature(given: Any) -> Any:
     if isinstance(given, Tensor):
-        return _Sized(tuple(given.shape), given.stride(), given.dtype)
+        return _TensorSpec(tuple(given.shape), given.stride(), given.dtype)
     return tuple(given) if isinstance(given, list) else given
 
 
-class _Sized(NamedTuple):
+class _TensorSpec(NamedTuple):
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
 
 @functools.lru_cache(maxsize=1024)
-def _inside_once(operator: Any, given: tuple[Any, ...], num_threads: int) -> int:
+def _measure_workspace(operator: Any, given: tuple[Any, ...], num_threads: int) -> int:
     def ask() -> int:
         torch.set_num_threads(num_threads)  # each thread has a separate setting
         args = [
             torch.empty_strided(each.shape, each.stride, dtype=each.dtype).zero_()
-            if isinstance(each, _Sized)
+            if isinstance(each, _TensorSpec)
             else each
             for each in given
         ]

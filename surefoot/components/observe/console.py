@@ -39,9 +39,9 @@ from surefoot.core.units import (
 
 LINE_EVERY_S = 5.0  # least time between two plain lines
 WIDE = 100  # columns from which the elapsed time is shown too
-SHORTEST_BAR = 8  # columns
-LEAST_SHARE = 0.005  # share of the time from which a phase is named
-MOST_OUTLIERS = 3  # in the final table; `surefoot show` has more
+MIN_BAR = 8  # columns
+MIN_SHARE = 0.005  # share of the time from which a phase is named
+MAX_OUTLIERS = 3  # in the final table; `surefoot show` has more
 
 
 def format_score(name: str, value: float | None, unit: str = "") -> str:
@@ -154,7 +154,7 @@ class Console:
             return math.inf
         width = self._bar.console.width
         count = 2 * max(7, len(f"{self._total or 0:,}")) + 1
-        return width - count - SHORTEST_BAR - (25 if width >= WIDE else 17)
+        return width - count - MIN_BAR - (25 if width >= WIDE else 17)
 
     def _describe(self, summary: Summary) -> str:
         """Return loss, score, learning rate and throughput as text: as many of them, in this order,
@@ -294,7 +294,7 @@ def phase_shares(phases: Mapping[str, float]) -> str:
     shares = sorted(
         ((seconds / total, name) for name, seconds in phases.items() if total > 0), reverse=True
     )
-    told = [(share, name) for share, name in shares if share >= LEAST_SHARE]
+    told = [(share, name) for share, name in shares if share >= MIN_SHARE]
     rest = sum(share for share, _ in shares) - sum(share for share, _ in told)
     told += [(rest, "the rest")] if len(told) < len(shares) else []
     return (
@@ -316,6 +316,6 @@ def format_outliers(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     told = [
         f"step {row['step']:,} {format_seconds(row['elapsed_s'])} ({row['cause']})"
-        for row in rows[:MOST_OUTLIERS]
+        for row in rows[:MAX_OUTLIERS]
     ]
     return ", ".join(told)

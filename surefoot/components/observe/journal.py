@@ -53,14 +53,14 @@ class Journal:
                 folder, events.FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT
             )
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         try:
             self._take_back_torn_line()
         except OSError as error:
             os.close(self._descriptor)
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
-    def _refused(self, error: OSError) -> StorageError:
+    def _write_error(self, error: OSError) -> StorageError:
         return StorageError(
             f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error)
         )
@@ -89,7 +89,7 @@ class Journal:
         try:
             sync_folder(self._path.parent)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
     def write(self, event: events.Event) -> str | None:
         """Append a record; return a warning when the disk starts to refuse lines, else None.
@@ -100,11 +100,11 @@ class Journal:
         self._held += event.as_line().encode()
         error = self._write_held()
         if error is not None and len(self._held) > MAX_HELD_BYTES:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         return (
             None
             if error is None or was_held
-            else f"{self._refused(error).message}; its lines are kept in memory until it can"
+            else f"{self._write_error(error).message}; its lines are kept in memory until it can"
         )
 
     def _write_held(self) -> OSError | None:
@@ -132,14 +132,14 @@ class Journal:
         """
         unwritten = self._write_held()
         if unwritten is not None:
-            raise self._refused(unwritten) from unwritten
+            raise self._write_error(unwritten) from unwritten
         if self._lost_sync:
             return
         try:
             os.fsync(self._descriptor)
         except OSError as error:
             self._lost_sync = True
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
 
     def close(self) -> None:
         """Write the buffered lines, sync and close. Raises StorageError when the lines do not reach

@@ -70,7 +70,7 @@ class TensorBoard:
             if self._records is not None:
                 self._records.flush()
         except Exception as error:
-            raise self._given_up(error) from error
+            raise self._disable(error) from error
         self._waiting.clear()
         self._since_s = time.monotonic()
 
@@ -128,10 +128,10 @@ class TensorBoard:
             if self._records is not None:
                 self._records.close()
         except OSError as error:  # some file systems report at the close what they could not write
-            raise self._given_up(error) from error
+            raise self._disable(error) from error
         self._turn_off()
 
-    def _given_up(self, error: Exception) -> StorageError:
+    def _disable(self, error: Exception) -> StorageError:
         """Turn the writer off and return the StorageError to raise: a failed plot is no reason to
         end a run."""
         self._turn_off()

@@ -13,7 +13,7 @@ from surefoot.components.optim.build import (
     table_of,
 )
 from surefoot.components.optim.groups import (
-    Named,
+    GroupedParameter,
     build_groups,
     check_cover,
     check_shaped,
@@ -44,7 +44,7 @@ __all__ = [
     "Lamb",
     "Lars",
     "LiveBuffers",
-    "Named",
+    "GroupedParameter",
     "UpdateInBackward",
     "WeightAverage",
     "backward",

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from surefoot.components.optim.fused import move_towards
 from surefoot.components.optim.masters import publish
-from surefoot.components.optim.saving import MOST_SAID
-from surefoot.contract.state import laid_by
+from surefoot.components.optim.saving import MAX_CHARACTERS
+from surefoot.contract.state import mark_same_part
 from surefoot.core.errors import RunFolderError
 
 
@@ -45,7 +45,7 @@ class WeightAverage:
         self._num_updates: int | Tensor = 0
         self.parameters = list(parameters)
         self.averages = [
-            laid_by(parameter.detach().clone(), parameter) for parameter in self.parameters
+            mark_same_part(parameter.detach().clone(), parameter) for parameter in self.parameters
         ]
         self.buffers = list(buffers)
         self.buffer_averages = [buffer.detach().clone() for buffer in self.buffers]
@@ -63,7 +63,7 @@ class WeightAverage:
         """Average `parameters` too, starting from their current values."""
         self.parameters += parameters
         self.averages += [
-            laid_by(parameter.detach().clone(), parameter) for parameter in parameters
+            mark_same_part(parameter.detach().clone(), parameter) for parameter in parameters
         ]
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class WeightAverage:
                     (
                         f"the saved averages are of {len(given)} {kind}, with shapes "
                         f"{given}, and this WeightAverage has {len(shapes)}: {shapes}"
-                    )[:MOST_SAID],
+                    )[:MAX_CHARACTERS],
                     hint=(
                         "build the WeightAverage over the same parameters and buffers, in "
                         "the same order"

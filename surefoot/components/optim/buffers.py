@@ -87,7 +87,7 @@ class LiveBuffers:
         self._kinds = list(kinds.values())
 
     @torch.no_grad()
-    def put_back_unless(self, applied: bool | Tensor) -> None:
+    def restore_unless(self, applied: bool | Tensor) -> None:
         """Restore what `keep` copied, unless the step was `applied`; with a tensor, the choice is
         made on the device."""
         self._settle_attributes()
@@ -95,15 +95,15 @@ class LiveBuffers:
             self._settle()
         if isinstance(applied, Tensor):
             if self._attributes is not None:
-                self._attributes.put_back_unless(applied)
+                self._attributes.restore_unless(applied)
             for (module, name), copy in zip(self._slots, self._copies, strict=True):
                 tensor = getattr(module, name)
                 tensor.copy_(torch.where(applied, tensor, copy))
         elif not applied:
-            self.put_back()
+            self.restore()
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         """Restore what `keep` copied, also in the middle of a step."""
         for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
             tensor.copy_(copy)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from surefoot.components.optim.average import WeightAverage
-from surefoot.components.optim.groups import Named, build_groups
+from surefoot.components.optim.groups import GroupedParameter, build_groups
 from surefoot.components.optim.kinds.eight_bits import Adam8bit, why_not
 from surefoot.components.optim.kinds.layerwise import FUSED_DEVICES, Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
@@ -42,7 +42,9 @@ class Built:
 
 
 def build(
-    table: OptimTable, trained: Sequence[Named], groups: list[dict[str, Any]] | None = None
+    table: OptimTable,
+    trained: Sequence[GroupedParameter],
+    groups: list[dict[str, Any]] | None = None,
 ) -> Built:
     """Build the optimizers that `table` names over `trained`, in the task's `groups` where given.
 
@@ -74,7 +76,7 @@ def build(
         return _eight_bits(table, trained, groups)
     if table.name in ("lars", "lamb"):
         groups = _layers(trained, groups)
-    made = _one(table, groups)
+    made = _build_optimizer(table, groups)
     return Built((made,), _describe(table.name, made))
 
 
@@ -103,7 +105,7 @@ def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers
             )
 
 
-def table_of(table: OptimTable, trained: Sequence[Named]) -> OptimTable:
+def table_of(table: OptimTable, trained: Sequence[GroupedParameter]) -> OptimTable:
     """Return `table` without the patterns that match none of `trained`.
 
     `trained` may be the parameters of one of several updates, and the other patterns may match
@@ -139,7 +141,7 @@ def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
     )
 
 
-def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
+def _layers(trained: Sequence[GroupedParameter], groups: Groups) -> list[dict[str, Any]]:
     """Return the groups of LARS or LAMB; `adapt` is false for norms, biases and embeddings, unless
     a group of the task sets it."""
     adapted, rest = _split(trained, groups, lambda each: each.kind in PLAIN_KINDS)
@@ -148,7 +150,7 @@ def _layers(trained: Sequence[Named], groups: Groups) -> list[dict[str, Any]]:
     ]
 
 
-def _muon(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
+def _muon(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups) -> Built:
     matrices, rest = _split(
         trained, groups, lambda each: each.kind in ADAM_KINDS or each.parameter.is_complex()
     )
@@ -158,13 +160,13 @@ def _muon(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
             FlatMuon(matrices, lr=table.lr, momentum=table.momentum, nesterov=table.nesterov)
         )
     if rest:
-        made.append(_one(table, rest))
+        made.append(_build_optimizer(table, rest))
     return Built(
         tuple(made), tuple(line for each in made for line in _describe(type(each).__name__, each))
     )
 
 
-def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> Built:
+def _eight_bits(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups) -> Built:
     """Return two optimizers: one with 8-bit moments, and one with fp32 moments for the parameters
     that 8 bits do not support.
 
@@ -179,7 +181,7 @@ def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> 
             )
         )
     if wide:
-        made.append(_one(table, wide))
+        made.append(_build_optimizer(table, wide))
     lines = [
         line
         for each in made
@@ -195,7 +197,9 @@ def _eight_bits(table: OptimTable, trained: Sequence[Named], groups: Groups) -> 
 
 
 def _split(
-    trained: Sequence[Named], groups: Groups, is_other: Callable[[Named], bool]
+    trained: Sequence[GroupedParameter],
+    groups: Groups,
+    is_other: Callable[[GroupedParameter], bool],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Split each group in two: the parameters for the main optimizer, and those for which
     `is_other` is true."""
@@ -217,7 +221,7 @@ def _split(
     return parts
 
 
-def _one(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
+def _build_optimizer(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
     if table.name == "lars":
         return Lars(
             groups,

@@ -17,7 +17,7 @@ from surefoot.core.errors import SpecError, TaskError
 
 
 @dataclass(frozen=True)
-class Named:
+class GroupedParameter:
     """A trained parameter, or its master, with the properties that decide its group.
 
     `kind` is matrix, embedding, head, norm or vector. `others` are the further names of a tied
@@ -60,7 +60,9 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     Raises SpecError for a pattern that matches nothing.
     """
     named = dict(model.named_parameters())
-    every = [Named(name, named[name], "", others) for name, others in _names_of(model).items()]
+    every = [
+        GroupedParameter(name, named[name], "", others) for name, others in _names_of(model).items()
+    ]
     _refuse_idle(patterns, every, "freeze")
     frozen = [each for each in every if each.matches(*patterns)]
     for each in frozen:
@@ -76,7 +78,7 @@ def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {first: tuple(others) for first, *others in found.values()}
 
 
-def find_trained(model: nn.Module) -> list[Named]:
+def find_trained(model: nn.Module) -> list[GroupedParameter]:
     """Return every parameter that requires a gradient, tied ones once, with its kind. Raises
     TaskError for an expanded parameter."""
     kinds: dict[int, str] = {}
@@ -106,7 +108,7 @@ def find_trained(model: nn.Module) -> list[Named]:
             kinds[id(parameter)] = "head"
     others, sparse = _names_of(model), {id(each) for each in find_sparse(model)}
     return [
-        Named(name, master_of(p), kinds[id(p)], others[name], id(p) in sparse)
+        GroupedParameter(name, master_of(p), kinds[id(p)], others[name], id(p) in sparse)
         for name, p in model.named_parameters()
         if p.requires_grad
     ]
@@ -145,7 +147,7 @@ def _kind(module: nn.Module, parameter: nn.Parameter) -> str:
 
 
 def build_groups(
-    trained: Sequence[Named],
+    trained: Sequence[GroupedParameter],
     *,
     weight_decay: float,
     no_decay: Sequence[str] = (),
@@ -195,7 +197,7 @@ def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
         )
 
 
-def _refuse_idle(patterns: Sequence[str], every: Sequence[Named], key: str) -> None:
+def _refuse_idle(patterns: Sequence[str], every: Sequence[GroupedParameter], key: str) -> None:
     idle = [pattern for pattern in patterns if not any(each.matches(pattern) for each in every)]
     if idle:
         listed = [name for each in every for name in (each.name, *each.others)]

@@ -16,7 +16,7 @@ from surefoot.core.errors import SpecError
 from surefoot.core.schedule.curves import scale_to_batch
 
 # the largest batch that the linear rule was shown to hold for, with warm-up: Goyal et al., 2017
-LARGEST_PLAIN = 8192
+MAX_PLAIN = 8192
 LOOKED_AT = 200  # steps at which a curve is sampled
 
 Curve = Callable[[int], float]
@@ -153,12 +153,12 @@ def warn_of_large_batch(
     """Return a warning for a batch above 8,192 whose learning rate does not rise at first."""
     total = total_steps or LOOKED_AT
     later = max(curve(step) for step in range(0, total, max(1, total // LOOKED_AT)))
-    if batch <= LARGEST_PLAIN or curve(0) < later:
+    if batch <= MAX_PLAIN or curve(0) < later:
         return []
     also = (
         ""
         if optimizer in ("lars", "lamb")
         else ', and name optim.name = "lars" (for "sgd") or "lamb" (for "adamw")'
     )
-    why = f"above {LARGEST_PLAIN:,} the first steps are too large for a scaled learning rate"
+    why = f"above {MAX_PLAIN:,} the first steps are too large for a scaled learning rate"
     return [f'a batch of {batch:,} without warm-up: {why}; set schedule.warmup = "5 epochs"{also}']

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from surefoot.components.optim.kinds.layerwise import PREVIOUS_NAMES
-from surefoot.contract.state import laid_as
+from surefoot.contract.state import with_strides_of
 from surefoot.core.errors import RunFolderError, TaskError
 
-MOST_SAID = 300  # characters
+MAX_CHARACTERS = 300  # characters
 NOT_SAVED = ("params", "names", "lr")  # parameters, and lr: the schedule sets it at every step
 
 
@@ -50,7 +50,7 @@ def state_of(
     }
     if sparse:
         made["sparse"] = sparse
-    if shared := _shared(optimizer, params):
+    if shared := _state_without_parameter(optimizer, params):
         made["shared"] = shared
     if any(id(parameter) not in names for parameter in held):
         made["shapes"] = [list(parameter.shape) for parameter in held]
@@ -67,7 +67,7 @@ def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _shared(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
+def _state_without_parameter(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
     """Return the state under keys that are not parameters.
 
     Raises TaskError for the state of a tensor that the optimizer does not update.
@@ -129,7 +129,7 @@ def restore(
             (
                 f"the saved state of {kind} belongs to parameters of shapes "
                 f"{saved['shapes']}, and the optimizer has {shapes}"
-            )[:MOST_SAID],
+            )[:MAX_CHARACTERS],
             hint="give the optimizer the parameters that it had, in the same order",
         )
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
@@ -163,7 +163,7 @@ def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) ->
                 if value.ndim
                 else value.device
             )
-            value = laid_as(value.to(where), parameter)
+            value = with_strides_of(value.to(where), parameter)
         state[key] = value
 
 

@@ -44,7 +44,7 @@ class VirtualRanks:
         return len(over)
 
     @torch.no_grad()
-    def in_order(self, rows: Tensor) -> Tensor:
+    def sum_in_rank_order(self, rows: Tensor) -> Tensor:
         """Return the sum of every virtual rank's row, added in their order: (own, n) -> (n),
         float64.
 
@@ -58,7 +58,7 @@ class VirtualRanks:
         return total
 
 
-class Ordered:
+class OrderedGradientSum:
     """The gradients of one update, summed in a binary tree over virtual ranks."""
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:

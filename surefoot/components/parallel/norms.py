@@ -169,7 +169,7 @@ class JoinedBuffers:
                     was, end = self._before[3 * place + offset], ended[3 * place + offset]
                     parts.append(((end.double() - kept_here * was.double()) * follows).view(-1))
             rows.append(torch.cat(parts))
-        joined = virtual.in_order(torch.stack(rows))
+        joined = virtual.sum_in_rank_order(torch.stack(rows))
         sizes = [
             each.numel()
             for place in range(len(self._norms))

@@ -362,11 +362,11 @@ def _make_bucket(
     views = []
     for part, parameter in zip(parts, parameters, strict=True):
         shaped = torch.view_as_complex(part.view(-1, 2)) if wide.is_complex else part
-        views.append(laid_like(shaped, parameter))
+        views.append(view_like(shaped, parameter))
     return Bucket(list(parameters), flat, views, presence, make_wire(flat, parameters))
 
 
-def laid_like(part: Tensor, parameter: Tensor) -> Tensor:
+def view_like(part: Tensor, parameter: Tensor) -> Tensor:
     """Return `part` as a view with the shape and memory layout of `parameter`, such as channels
     last."""
     laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's memory order

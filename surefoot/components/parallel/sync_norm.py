@@ -41,7 +41,7 @@ class SyncNorm(_BatchNorm):
             made: Tensor = super().forward(input)
             return made
         self._check_input_dim(input)
-        output, mean, variance, count = _Joined.apply(
+        output, mean, variance, count = _SyncBatchNormFunction.apply(
             input, self.weight, self.bias, self.eps, self.group
         )  # type: ignore[no-untyped-call]
         self._follow(mean, variance, float(count))
@@ -63,7 +63,7 @@ class SyncNorm(_BatchNorm):
         self.running_var.lerp_((variance * (count / max(count - 1, 1))).to(self.running_var), share)
 
 
-class _Joined(torch.autograd.Function):
+class _SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
@@ -137,13 +137,13 @@ def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
                 hint="leave train.batchnorm out",
             )
         if id(module) not in made:
-            made[id(module)] = _joined_like(module)
+            made[id(module)] = _to_sync_norm(module)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, made[id(module)])
     return list(made.values())
 
 
-def _joined_like(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> SyncNorm:
+def _to_sync_norm(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> SyncNorm:
     made = SyncNorm(
         norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
     )

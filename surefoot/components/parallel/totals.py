@@ -33,7 +33,7 @@ class Totals:
         without a batch passes no terms."""
         names = self._find_names(update, mine)
         row = self._as_row(names, mine, extra)
-        return self._as_found(names, self._group.add(row.to(self._group.device)).tolist())
+        return self._unflatten_sums(names, self._group.add(row.to(self._group.device)).tolist())
 
     def add_in_order(
         self,
@@ -52,7 +52,9 @@ class Totals:
                 for number, row in enumerate(rows)
             ]
         )
-        return self._as_found(names, virtual.in_order(made.to(self._group.device)).tolist())
+        return self._unflatten_sums(
+            names, virtual.sum_in_rank_order(made.to(self._group.device)).tolist()
+        )
 
     def _as_row(self, names: Names, mine: Mapping[str, Row], extra: Sequence[float]) -> Tensor:
         row = torch.zeros(2 * len(names) + len(extra), dtype=torch.float64)
@@ -69,7 +71,9 @@ class Totals:
             )
         return row
 
-    def _as_found(self, names: Names, summed: list[float]) -> tuple[dict[str, Row], list[float]]:
+    def _unflatten_sums(
+        self, names: Names, summed: list[float]
+    ) -> tuple[dict[str, Row], list[float]]:
         found: dict[str, Row] = {}
         for place, (name, weight) in enumerate(names):
             total, count = summed[2 * place : 2 * place + 2]

@@ -46,14 +46,14 @@ class CountedGroup:
 
     def add(self, tensor: Tensor) -> Callable[[], None]:
         """Start an all-reduce (sum) of `tensor` in place; return the function that waits for it."""
-        return self._counted(tensor, self.group.begin_to_add)
+        return self._count_bytes(tensor, self.group.begin_to_add)
 
     def most(self, tensor: Tensor) -> Callable[[], None]:
         """Start an all-reduce (maximum) of `tensor` in place; return the function that waits for
         it."""
-        return self._counted(tensor, self.group.begin_to_take_largest)
+        return self._count_bytes(tensor, self.group.begin_to_take_largest)
 
-    def _counted(
+    def _count_bytes(
         self, tensor: Tensor, begin: Callable[[Tensor], Callable[[], None]]
     ) -> Callable[[], None]:
         self.num_bytes += tensor.numel() * tensor.element_size()

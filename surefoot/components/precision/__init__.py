@@ -4,8 +4,8 @@ overflow and underflow."""
 from surefoot.components.precision.float8 import Float8Layers, convert, find_linear, to_float8
 from surefoot.components.precision.formats import Format, find_formats, round_to_tf32
 from surefoot.components.precision.instability import (
-    Flushed,
     Overflow,
+    UnderflowShare,
     Watch,
     advise_scale,
     count_lost,
@@ -41,7 +41,7 @@ __all__ = [
     "Compute",
     "Float8Layers",
     "DtypeRecord",
-    "Flushed",
+    "UnderflowShare",
     "Format",
     "LossScaler",
     "Overflow",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 HALVINGS = 60  # bisections of an interval of doubles, down to the last bit
-LEAST_NORMAL, LARGEST = 2.0**-126, 3.4028234e38  # of fp32
+MIN_NORMAL, LARGEST = 2.0**-126, 3.4028234e38  # of fp32
 USES = {
     "fp32": "weights, optimizer state, sums; the default",
     "tf32": "products of fp32 on a GPU, rounded on the way in",
@@ -125,7 +125,7 @@ def _border(holds: Callable[[float], bool], below: float, above: float) -> tuple
     for _ in range(HALVINGS):
         middle = (below + above) / 2
         below, above = (below, middle) if holds(middle) else (middle, above)
-    is_normal = LEAST_NORMAL < above < LARGEST
+    is_normal = MIN_NORMAL < above < LARGEST
     return (_as_fp32(below), _as_fp32(above)) if is_normal else (below, above)
 
 

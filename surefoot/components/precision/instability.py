@@ -24,7 +24,7 @@ from surefoot.runtime.nested_tensors import find_tensors
 
 VANISHES_UP_TO = 2.0**-25  # half the smallest fp16 number; ties round to zero
 HEADROOM = 2.0**14  # limit of scaled gradients: below fp16's 65,504, as later batches may be larger
-LARGEST_SCALE = 2.0**24
+MAX_SCALE = 2.0**24
 LOSS = "the loss"
 
 
@@ -66,7 +66,7 @@ class Overflow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flushed:
+class UnderflowShare:
     """The nonzero gradient values of one module's output or parameter, and for each loss scale the
     share that underflows in fp16."""
 
@@ -191,11 +191,11 @@ class Watch:
 
         return count
 
-    def flushed(self) -> tuple[Flushed, ...]:
+    def flushed(self) -> tuple[UnderflowShare, ...]:
         """Return a row for each module and parameter with gradients, the largest share at the first
         scale first."""
         rows = [
-            Flushed(
+            UnderflowShare(
                 module=name,
                 num_values=int(row[0]),
                 largest=row[1],
@@ -209,21 +209,21 @@ class Watch:
         return tuple(sorted(rows, key=lambda row: -row.shares[self._scales[0]]))
 
 
-def total(rows: Iterable[Flushed], scale: float) -> float:
+def total(rows: Iterable[UnderflowShare], scale: float) -> float:
     """Return the share of all gradient values that underflow to zero in fp16 at `scale`."""
     rows = list(rows)
     values = sum(row.num_values for row in rows)
     return sum(row.shares[scale] * row.num_values for row in rows) / values if values else 0.0
 
 
-def advise_scale(rows: Iterable[Flushed]) -> float:
+def advise_scale(rows: Iterable[UnderflowShare]) -> float:
     """Return the largest power of two that keeps the largest gradient, times the scale, at 2^14 or
     below; at most 2^24."""
     largest = max((row.largest for row in rows if math.isfinite(row.largest)), default=0.0)
     return (
-        LARGEST_SCALE
+        MAX_SCALE
         if largest == 0.0
-        else min(LARGEST_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
+        else min(MAX_SCALE, 2.0 ** math.floor(math.log2(HEADROOM / largest)))
     )
 
 

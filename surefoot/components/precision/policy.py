@@ -15,7 +15,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 
 from surefoot.components.precision.scaler import LossScaler
-from surefoot.components.precision.wide import keep_wide_on_cpu
+from surefoot.components.precision.wide import register_fp32_autocast_on_cpu
 from surefoot.contract.spec import PrecisionTable
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.hardware import find_machine, find_processor_flags
@@ -157,7 +157,7 @@ def compute_context(
     if compute not in AUTOCAST:
         return nullcontext
     if device.type == "cpu":
-        keep_wide_on_cpu()
+        register_fp32_autocast_on_cpu()
     return lambda: torch.autocast(device.type, dtype=AUTOCAST[compute])
 
 

@@ -33,16 +33,16 @@ WIDE = (
 
 
 @functools.cache
-def keep_wide_on_cpu() -> torch.library.Library:
+def register_fp32_autocast_on_cpu() -> torch.library.Library:
     """Register the operators, once per process; the returned library keeps the registration
     alive."""
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in WIDE:
-        library.impl(name, _widened(name))  # type: ignore[no-untyped-call]
+        library.impl(name, _fp32_kernel(name))  # type: ignore[no-untyped-call]
     return library
 
 
-def _widened(name: str) -> Callable[..., Any]:
+def _fp32_kernel(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 

@@ -101,7 +101,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not call.is_known:
             # with a complex dtype: for real dtypes the operator may have a formula
             self.unknown.add(f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name)
-        around = self._whereabouts.around()
+        around = self._whereabouts.module_stack()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
         # else a matmul of the optimizer, as Muon's

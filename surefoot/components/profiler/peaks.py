@@ -37,7 +37,7 @@ SHAPES: dict[str, tuple[Shape, ...]] = {
 # larger than the last-level cache; at most 1/16 of the memory
 COPIED_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 CACHED_BYTES = 256 << 10  # source and target fit into the L2 cache of a core
-LEAST_SAMPLES, LONGEST_S = 2, 0.1  # of one matmul; a longer one is left out
+MIN_SAMPLES, MAX_S = 2, 0.1  # of one matmul; a longer one is left out
 # a shared machine is slow for seconds at a time: the KEPT fastest are measured PASSES times
 PASSES, KEPT, BUDGET_S, COPIES_S = 8, 4, 0.03, 0.1
 
@@ -97,7 +97,9 @@ def _plain(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callabl
     return lambda: torch.mm(one, other, out=out)
 
 
-def _turned(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
+def _matmul_transposed(
+    rows: int, inner: int, columns: int, like: dict[str, Any]
+) -> Callable[[], Any]:
     """Return a matmul whose second factor is transposed, as a linear layer stores its weight."""
     one, other = torch.ones(rows, inner, **like), torch.ones(columns, inner, **like).T
     out = torch.empty(rows, columns, **like)
@@ -114,7 +116,10 @@ def _onednn(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callab
     return lambda: F.linear(one, other)
 
 
-CALLS: dict[str, tuple[Make, ...]] = {"cpu": (_plain, _turned, _onednn), "cuda": (_plain,)}
+CALLS: dict[str, tuple[Make, ...]] = {
+    "cpu": (_plain, _matmul_transposed, _onednn),
+    "cuda": (_plain,),
+}
 
 
 class _Products:
@@ -144,7 +149,7 @@ class _Products:
 
     def _flops_per_s(self, make: Make, shape: Shape) -> float:
         flops, best = product_flops(shape[0] * shape[2], shape[1]), self._best_of[make]
-        if best and flops / best > LONGEST_S:
+        if best and flops / best > MAX_S:
             return 0.0
         try:
             found = flops / _fastest_s(make(*shape, self._like), self._device, BUDGET_S)
@@ -173,7 +178,7 @@ def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -
     is cold."""
     until_s, samples = time.perf_counter() + budget_s, 0
     best_s = float("inf")
-    while samples < LEAST_SAMPLES or time.perf_counter() < until_s:
+    while samples < MIN_SAMPLES or time.perf_counter() < until_s:
         with timed(device) as took:
             call()
         best_s = min(best_s, took.elapsed_s or best_s)

@@ -53,7 +53,7 @@ class Whereabouts:
     def now(self) -> str | None:
         return self._running[-1][0] if self._running else self._behind
 
-    def around(self) -> list[str]:
+    def module_stack(self) -> list[str]:
         """Return the running module and all modules that contain it, the model itself first."""
         name = self.now
         if name is None or name == ROOT:

@@ -81,7 +81,11 @@ class Guard:
         if loss is None:
             return None  # no update ran in this step
         if not report.applied:
-            return self._overflowed(report) if report.overflowed else self._skipped(report, loss)
+            return (
+                self._record_overflow(report)
+                if report.overflowed
+                else self._record_skip(report, loss)
+            )
         self._applied_before = True
         self._skips_in_row = 0
         if self._first_loss is None:
@@ -97,7 +101,7 @@ class Guard:
             return GuardFault(report.step, "diverged", "the run ends", text)
         return None
 
-    def _skipped(self, report: StepReport, loss: float) -> GuardFault:
+    def _record_skip(self, report: StepReport, loss: float) -> GuardFault:
         self.num_skipped += 1
         self._skips_in_row += 1
         detail = _what_is_wrong(report, loss)
@@ -134,7 +138,7 @@ class Guard:
             report.step, "no-items", action, f"the loss of {which} counts 0 items", is_printed
         )
 
-    def _overflowed(self, report: StepReport) -> GuardFault:
+    def _record_overflow(self, report: StepReport) -> GuardFault:
         """Report a step whose fp16 gradients overflowed; it ends the run only once the loss scale
         is below its minimum."""
         self.num_skipped += 1

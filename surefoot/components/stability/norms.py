@@ -11,7 +11,7 @@ from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
-MOST_GROUPS, LEAST_CHANNELS = (32, 8)
+MAX_GROUPS, MIN_CHANNELS = (32, 8)
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
@@ -92,6 +92,6 @@ def find_groups(channels: int) -> int:
     """
     return next(
         number
-        for number in range(MOST_GROUPS, 0, -1)
-        if channels % number == 0 and (channels >= number * LEAST_CHANNELS or number == 1)
+        for number in range(MAX_GROUPS, 0, -1)
+        if channels % number == 0 and (channels >= number * MIN_CHANNELS or number == 1)
     )

@@ -106,7 +106,7 @@ def is_regular(folder: Path, name: str) -> bool:
         return False
 
 
-def opened(folder: Path, name: str) -> BinaryIO:
+def open_file(folder: Path, name: str) -> BinaryIO:
     """Open the file `name` below `folder` for reading bytes.
 
     Raises OSError as `open_descriptor`.
@@ -116,7 +116,7 @@ def opened(folder: Path, name: str) -> BinaryIO:
 
 def read_bytes(folder: Path, name: str) -> bytes:
     """Return the content of the file `name` below `folder`. Raises OSError as `open_descriptor`."""
-    with opened(folder, name) as file:
+    with open_file(folder, name) as file:
         return file.read()
 
 

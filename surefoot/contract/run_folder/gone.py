@@ -10,7 +10,7 @@ from surefoot.contract import commits, events, manifest
 from surefoot.contract.events import Committed, Event, Started
 from surefoot.contract.run_folder import removals
 from surefoot.contract.run_folder.removals import Removal
-from surefoot.contract.run_folder.retention import LEAST
+from surefoot.contract.run_folder.retention import MIN_CHECKPOINTS
 from surefoot.contract.spec import CheckpointTable
 
 
@@ -101,12 +101,14 @@ def _judge(
 def _least_kept(records: Sequence[Event]) -> int:
     """Return how many of the newest checkpoints no retention of this run deletes, by its specs."""
     specs = [event.spec for event in records if isinstance(event, Started)]
-    return min((_keep_of(spec.get("checkpoint")) for spec in specs), default=LEAST)
+    return min((_keep_of(spec.get("checkpoint")) for spec in specs), default=MIN_CHECKPOINTS)
 
 
 def _keep_of(table: object) -> int:
     stated = table if isinstance(table, Mapping) else {}
     keep = stated.get("keep", CheckpointTable().keep)
     return (
-        keep if isinstance(keep, int) and keep >= LEAST and stated.get("budget") is None else LEAST
+        keep
+        if isinstance(keep, int) and keep >= MIN_CHECKPOINTS and stated.get("budget") is None
+        else MIN_CHECKPOINTS
     )

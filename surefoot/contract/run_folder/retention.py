@@ -21,7 +21,7 @@ from surefoot.core.errors import InputError, RunFolderError
 
 CLOCK_FILE = "clock.json"  # in a checkpoint: {"training_s": seconds}
 SLACK_BYTES = 16 << 10  # by which the text files of two checkpoints may differ in size
-LEAST = 2  # checkpoints that are always kept: one of them may turn out damaged
+MIN_CHECKPOINTS = 2  # checkpoints that are always kept: one of them may turn out damaged
 
 
 def choose(
@@ -42,7 +42,7 @@ def choose(
     [8]
     """
     multiples = (step for step in steps if every and step % every == 0)
-    stay = {*steps[-max(keep, LEAST) :], *ranked[:keep_best], *multiples, *milestones}
+    stay = {*steps[-max(keep, MIN_CHECKPOINTS) :], *ranked[:keep_best], *multiples, *milestones}
     return [step for step in steps if step not in stay]
 
 
@@ -85,7 +85,7 @@ def over_budget(
     """
     doomed: list[int] = []
     left = list(steps)
-    for step in steps[:-LEAST]:
+    for step in steps[:-MIN_CHECKPOINTS]:
         if _bytes_of(run, left) <= budget_bytes:
             break
         if step not in protected:
@@ -203,7 +203,7 @@ def make_room(
     run = Path(run)
     try:
         steps = manifests.steps(run)
-        if len(steps) < LEAST:
+        if len(steps) < MIN_CHECKPOINTS:
             return []
         need_bytes = manifests.read(manifests.step_folder(run, steps[-1])).num_bytes - SLACK_BYTES
         free_bytes = shutil.disk_usage(run).free

@@ -136,7 +136,7 @@ class MemoryTable(SpecTable):
         return self
 
 
-def _pointed(given: Any) -> Any:
+def _suggest_alternative(given: Any) -> Any:
     """Raise ValueError for names of tools that do not speed up training, with the alternative."""
     name = str(given).lower()
     if name in ("torchscript", "jit"):
@@ -150,7 +150,9 @@ def _pointed(given: Any) -> Any:
 
 
 class CompileTable(SpecTable):
-    what: Annotated[Literal["none", "blocks", "model", "step"], BeforeValidator(_pointed)] = Field(
+    what: Annotated[
+        Literal["none", "blocks", "model", "step"], BeforeValidator(_suggest_alternative)
+    ] = Field(
         "none",
         description=(
             "What torch.compile compiles: each block of the model (equal blocks share one "

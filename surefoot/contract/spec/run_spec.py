@@ -116,7 +116,7 @@ class RunSpec(SpecTable):
 
     @model_validator(mode="wrap")
     @classmethod
-    def _in_words(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+    def _explain_errors(cls, given: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         try:
             return handler(with_tuples(_renamed(given)))
         except ValidationError as error:

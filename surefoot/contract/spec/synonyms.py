@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 
 NEAR, NEAR_IN_TABLE = 0.75, 0.5  # how alike two names are, from 0 to 1
-MOST = 4  # suggestions
+MAX_SUGGESTIONS = 4  # suggestions
 TABLES = {
     "optimizer": "optim",
     "optimiser": "optim",
@@ -196,7 +196,7 @@ def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> 
                 words[word] for word in difflib.get_close_matches(plain, words, n=1, cutoff=cutoff)
             ]
         if found:
-            return list(dict.fromkeys(found))[:MOST]
+            return list(dict.fromkeys(found))[:MAX_SUGGESTIONS]
     return []
 
 

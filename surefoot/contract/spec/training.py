@@ -182,7 +182,7 @@ class OptimTable(SpecTable):
 
 
 # a run that is over before its first step would train nothing, and count as finished
-SHORTEST_RUN_S = 0.01
+MIN_RUN_S = 0.01
 
 
 class TrainTable(SpecTable):
@@ -260,10 +260,10 @@ class TrainTable(SpecTable):
                 f"length = {self.length} is a percentage of length; give the length "
                 "in epochs, steps or another unit"
             )
-        if length.unit == "s" and length.value < SHORTEST_RUN_S:
+        if length.unit == "s" and length.value < MIN_RUN_S:
             raise ValueError(
                 f"length = {self.length} ends before the first step; "
-                f"use at least {SHORTEST_RUN_S} s, or 1 step"
+                f"use at least {MIN_RUN_S} s, or 1 step"
             )
         return self
 

@@ -115,7 +115,7 @@ def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
         apart = tuple(rank for rank, what in called.items() if what != most)
         apart = apart if 2 * count > len(called) else tuple(called)
         told = "; ".join(
-            f"rank {row.rank} called {_called(*called[row.rank])} and is {_place(row)}"
+            f"rank {row.rank} called {_describe_collective(*called[row.rank])} and is {_place(row)}"
             for row in rows
             if row.rank in apart
             or (
@@ -176,7 +176,7 @@ def _is_in_own_collective(row: RankSnapshot) -> bool:
     )
 
 
-def _called(kind: Kind, num_bytes: int) -> str:
+def _describe_collective(kind: Kind, num_bytes: int) -> str:
     return kind.words if num_bytes < 0 else f"{kind.words} of {num_bytes:,} bytes"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from surefoot.contract.events import PHASES, Ended, Event, Started, Step
 
-MOST_OUTLIERS = 10
+MAX_OUTLIERS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
             name=name,
             total_s=seconds,
             share=seconds / total_s,
-            a_step=_spread(_a_step(steps, name)),
+            a_step=_spread(_seconds_per_step(steps, name)),
         )
         for name, seconds in sums.items()
         if seconds
@@ -148,12 +148,12 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
         wall_s=ended.elapsed_s if ended is not None and _whole(attempt) else None,
         num_steps=sum(event.num_steps for event in steps),
         step=_spread(every),
-        outliers=tuple(sorted(outliers, key=lambda row: -row["elapsed_s"])[:MOST_OUTLIERS]),
+        outliers=tuple(sorted(outliers, key=lambda row: -row["elapsed_s"])[:MAX_OUTLIERS]),
         causes=dict(Counter(row["cause"] for row in outliers).most_common()),
     )
 
 
-def _a_step(steps: Sequence[Step], name: str) -> list[float]:
+def _seconds_per_step(steps: Sequence[Step], name: str) -> list[float]:
     return [
         number_of(event.phases.get(name)) / event.num_steps
         for event in steps

@@ -45,7 +45,7 @@ CALLS = {
 COLUMN = {"x86_64": 0, "aarch64": 1}.get(platform.machine(), 0)
 IS_KNOWN = sys.platform.startswith("linux") and platform.machine() in ("x86_64", "aarch64")
 CALL_BY_NUMBER = {row[COLUMN]: (name, row[2]) for name, row in CALLS.items()} if IS_KNOWN else {}
-LONGEST_PATH = 4096
+MAX_PATH = 4096
 NO_FILES = ("/memfd:", "/dev/", "/proc/")
 
 
@@ -111,7 +111,7 @@ def _text_at(task: Path, address: int) -> str:
     descriptor = os.open(task / "mem", os.O_RDONLY)
     try:
         content = b""
-        while b"\0" not in content and len(content) < LONGEST_PATH:
+        while b"\0" not in content and len(content) < MAX_PATH:
             place = address + len(content)
             # never past the end of a page, which may be the last
             content += os.pread(descriptor, 256 - place % 256, place)

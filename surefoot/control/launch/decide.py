@@ -180,7 +180,7 @@ def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
     return tuple(sorted(sorted(there, key=lambda each: (each in course.waits, each))[:number]))
 
 
-def has_more(
+def can_grow(
     rules: Rules, course: RestartHistory, places: tuple[int, ...], num_commits: int
 ) -> bool:
     """Return whether more ranks than now (`places`) can run once `num_commits` checkpoints are

@@ -19,9 +19,9 @@ from surefoot.control.launch.decide import (
     RankFailure,
     RestartHistory,
     Rules,
+    can_grow,
     choose,
     decide,
-    has_more,
 )
 from surefoot.core.errors import EXIT_OK
 
@@ -89,13 +89,13 @@ class Places:
         """True if the run may continue with fewer ranks, which need less memory."""
         return len(self._rules.numbers) > 1
 
-    def has_more(self) -> bool:
+    def can_grow(self) -> bool:
         """Return whether more slots may have a rank now."""
-        return self._run is not None and has_more(
+        return self._run is not None and can_grow(
             self._rules, self._course, self.now, self._commits.count
         )
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
+    def watching_for_growth(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that counts checkpoints, if a slot that was left out waits for them."""
         return (
             self._commits.counting()

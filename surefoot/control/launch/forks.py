@@ -24,7 +24,7 @@ from surefoot.core.signals import dying_with, process_control
 # exit status of a rank whose fork server has died: it was killed with it
 LOST = -int(signal.SIGKILL)
 NAME = 15  # PR_SET_NAME of prctl(2)
-MOST_BYTES = 1 << 16
+MAX_BYTES = 1 << 16
 # seconds to fork a rank or to report its exit status; a server that takes longer is killed
 ANSWER_S = 20.0
 
@@ -160,7 +160,7 @@ class ForkServer:
 
         Raises ValueError where the server has ended without one.
         """
-        row: dict[str, Any] = json.loads(self._link.recv(MOST_BYTES))
+        row: dict[str, Any] = json.loads(self._link.recv(MAX_BYTES))
         return row
 
     def _fork(

@@ -23,7 +23,7 @@ from surefoot.contract import events
 from surefoot.control.launch.decide import ExitKind, RankFailure, Rules, read_code
 from surefoot.control.launch.elastic import AttemptEnd, Places
 from surefoot.control.launch.forks import Forked, ForkServer
-from surefoot.control.launch.looking import Judge, RankFiles, as_left, look, with_stacks
+from surefoot.control.launch.looking import Judge, RankFiles, look, with_last_stacks, with_stacks
 from surefoot.control.launch.peers import Peer
 from surefoot.core import flight, place, signals
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
@@ -32,7 +32,7 @@ from surefoot.core.hardware import count_cores
 from surefoot.core.process import memory_limits
 
 LOOK_S = 0.05
-MOST_SAID = 200  # lines of a rank that are kept, from its first error on
+MAX_CHARACTERS = 200  # lines of a rank that are kept, from its first error on
 GRACE_S = 5.0  # seconds for the ranks to end by themselves once one has failed
 LOST = LostRank.exit_code
 # signals from outside: what a rank did at that time is not the reason
@@ -153,9 +153,9 @@ def _attempt(
         meeting.close()
         if asked:  # a signal came before all ranks could receive it: nothing has started
             return AttemptEnd(128 + asked[0], is_asked=True)
-        with places.watched():
+        with places.watching_for_growth():
             hung, is_recalled = _watch(ranks, say, judge, told, places)
-        seen = as_left(look(dict.fromkeys(range(num_ranks), 0), told), told)
+        seen = with_last_stacks(look(dict.fromkeys(range(num_ranks), 0), told), told)
     end = _judge(ranks, say, judge, seen) if hung is None else AttemptEnd(LOST, hung)
     end = _name_memory(end, memory_limits.count_kills() - num_kills, say, places)
     fault = end.fault
@@ -267,7 +267,7 @@ def _watch(
             if time.monotonic() >= next_s and failed_s is None:
                 next_s = time.monotonic() + STALL_LOOK_S
                 hung = hung or end_if_stalled(ranks, say, judge, told)
-                if hung is None and not is_recalled and places.has_more():
+                if hung is None and not is_recalled and places.can_grow():
                     is_recalled = True
                     places.say_more()
                     _recall(ranks, told)
@@ -338,7 +338,7 @@ def _read(rank: RankProcess, say: Callable[[str], None]) -> bool:
         text = line.decode(errors="replace")
         if rank.said or text.startswith(("error: ", "Traceback ")):
             rank.said.append(text)
-            del rank.said[:-MOST_SAID]
+            del rank.said[:-MAX_CHARACTERS]
         else:
             say(f"[rank {rank.number}] {text}")
     if not content:

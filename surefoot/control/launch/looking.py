@@ -17,7 +17,7 @@ from surefoot.core.process.frames import is_of_surefoot
 from surefoot.core.signals import STACKS_SIGNAL
 
 # seconds for a rank to write its stack; a busy machine needs longer
-STACK_S, LONGEST_STACK_S = 0.3, 5.0
+STACK_S, MAX_STACK_S = 0.3, 5.0
 FRAME = re.compile(r'  File "(?P<file>[^"]*)", line (?P<line>\d+) in (?P<name>.*)')
 STOPPED = "tT"
 LOOP = "train"  # the part of surefoot in the stack of the thread that takes the steps
@@ -87,7 +87,7 @@ def with_stacks(
     if asked:
         _wait_for_stacks([told[row.rank].stacks for row in asked])
     found = []
-    for row in as_left(rows, told):
+    for row in with_last_stacks(rows, told):
         still = {wait.asked for wait in find_waits(pids[row.rank])}
         file = next((wait.words for wait in waits[row.rank] if wait.asked in still), "")
         found.append(row._replace(file=file))
@@ -97,18 +97,18 @@ def with_stacks(
 def _wait_for_stacks(files: Sequence[int]) -> None:
     """Wait until every file was written to and then unchanged for `STACK_S`.
 
-    Returns after `LONGEST_STACK_S` at the latest.
+    Returns after `MAX_STACK_S` at the latest.
     """
     begun_s = since_s = now_s = time.monotonic()
     before = [0] * len(files)
-    while now_s - begun_s < LONGEST_STACK_S and not (all(before) and now_s - since_s >= STACK_S):
+    while now_s - begun_s < MAX_STACK_S and not (all(before) and now_s - since_s >= STACK_S):
         time.sleep(STACK_S / 10)
         sizes, now_s = [os.fstat(each).st_size for each in files], time.monotonic()
         if sizes != before:
             before, since_s = sizes, now_s
 
 
-def as_left(rows: Sequence[RankSnapshot], told: Sequence[RankFiles]) -> list[RankSnapshot]:
+def with_last_stacks(rows: Sequence[RankSnapshot], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return `rows` with the last stacks that the ranks wrote, for instance at a fatal signal."""
     return [
         row._replace(

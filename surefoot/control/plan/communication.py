@@ -17,7 +17,7 @@ from surefoot.core.statistics import MAD_TO_SD, median
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "send")
 # a size is left out if its error exceeds this many robust standard deviations, and 10 %
-FAR, LEAST_FAR = 3.0, 0.1
+FAR, MIN_FAR = 3.0, 0.1
 Point = tuple[int, float]  # bytes, seconds
 
 
@@ -100,7 +100,7 @@ def fit_link(points: Sequence[Point]) -> Link:
         )
     first = min(_lines(points), key=lambda line: sum(_factors(line, points)))
     factors = _factors(first, points)
-    limit = max(LEAST_FAR, FAR * MAD_TO_SD * median(factors))
+    limit = max(MIN_FAR, FAR * MAD_TO_SD * median(factors))
     kept = [point for point, factor in zip(points, factors, strict=True) if factor <= limit]
     latency_s, s_per_byte = _least_squares(kept)
     return Link(

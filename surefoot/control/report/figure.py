@@ -160,7 +160,7 @@ class Frame:
         """
         parts: list[str] = []
         is_open = False
-        for x, y in thinned(points, int(self.width - self.left - self.right)):
+        for x, y in thin_points(points, int(self.width - self.left - self.right)):
             if y is None or not math.isfinite(y):
                 is_open = False
                 continue
@@ -170,7 +170,7 @@ class Frame:
         return "".join(parts)
 
 
-def thinned(points: Iterable[Point], columns: int) -> list[Point]:
+def thin_points(points: Iterable[Point], columns: int) -> list[Point]:
     """Return the first, smallest, largest and last point of each of `columns` parts of the x axis.
 
     The drawing looks the same with these points.

@@ -163,7 +163,7 @@ def _part(path: Path, make: Callable[[Mapping[str, Any]], Made], notes: list[str
 def _open(path: Path, limit: int) -> bytes:
     """Return the bytes of a regular file. Raises RunFolderError above `limit` bytes."""
     try:
-        with files.opened(path.parent, path.name) as file:
+        with files.open_file(path.parent, path.name) as file:
             text = file.read(limit + 1)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None

@@ -128,7 +128,7 @@ def _sections(report: ReportPage) -> Iterator[Section]:
     yield Section(
         anchor="environment",
         title="Environment",
-        parts=[PagePart(tables=[_beside(runs, "environment")])],
+        parts=[PagePart(tables=[_comparison_table(runs, "environment")])],
     )
     again = [
         PagePart(
@@ -141,7 +141,7 @@ def _sections(report: ReportPage) -> Iterator[Section]:
 
 
 def _summary(report: ReportPage) -> Iterator[PagePart]:
-    yield PagePart(tables=[_beside(report.runs, "summary")])
+    yield PagePart(tables=[_comparison_table(report.runs, "summary")])
     if report.differences is not None:
         same = (
             []
@@ -155,7 +155,7 @@ def _summary(report: ReportPage) -> Iterator[PagePart]:
         )
 
 
-def _beside(runs: Sequence[RunRows], what: str) -> TableRows:
+def _comparison_table(runs: Sequence[RunRows], what: str) -> TableRows:
     """Return a table with a row for each name and a column for each run."""
     columns = [dict(_merged(getattr(run, what))) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)

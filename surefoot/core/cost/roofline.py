@@ -83,7 +83,7 @@ class Point:
         return self.flops / self.num_bytes if self.num_bytes else None
 
     @property
-    def reached(self) -> float | None:
+    def share_of_roof(self) -> float | None:
         """Attained share of the roof; above 1 where the data was in a cache."""
         return (
             self.least_s / self.elapsed_s
@@ -97,7 +97,7 @@ class Point:
             **row,
             "bytes": row.pop("num_bytes"),
             "intensity_flops_per_byte": self.intensity,
-            "reached": self.reached,
+            "reached": self.share_of_roof,
         }
 
 

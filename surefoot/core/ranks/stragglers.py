@@ -29,7 +29,7 @@ from typing import Literal, NamedTuple
 from surefoot.core.units import format_number, format_percent, format_seconds
 
 WINDOW = 20  # steps
-MARGIN, LEAST_S = 0.1, 0.001  # share of the others' time, and the noise of the system in seconds
+MARGIN, MIN_S = 0.1, 0.001  # share of the others' time, and the noise of the system in seconds
 FALSE_CALL = 0.001  # false alarms for any rank in one window
 EXACT = 1000  # steps up to which the binomial is summed exactly
 SKIPPED = 1  # first steps of an attempt, in which ranks start up
@@ -141,11 +141,11 @@ def _others(values: Sequence[float]) -> list[float]:
 
 def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
     """Return the ranks that took noticeably longer than the median of the others."""
-    if max(busy_s) - min(busy_s) <= LEAST_S:
+    if max(busy_s) - min(busy_s) <= MIN_S:
         return frozenset()
     lags = enumerate(find_lags(busy_s))
     return frozenset(
-        rank for rank, lag_s in lags if lag_s > max(MARGIN * (busy_s[rank] - lag_s), LEAST_S)
+        rank for rank, lag_s in lags if lag_s > max(MARGIN * (busy_s[rank] - lag_s), MIN_S)
     )
 
 

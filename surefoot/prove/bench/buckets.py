@@ -32,12 +32,12 @@ from surefoot.train.step.ranks import Ranks
 
 STEPS, UNTIMED = 3, 1  # steps per visit to a bucket layout
 # bytes of the largest all-reduce from which latency and bandwidth are fitted
-SHORTEST_LINK, LONGEST_LINK = 64 << 10, 64 << 20
+MIN_LINK, MAX_LINK = 64 << 10, 64 << 20
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Laid:
+class BucketSizes:
     """A bucket layout: the bytes of all buckets but a step's first, and the bytes of the first."""
 
     bucket_bytes: int
@@ -51,7 +51,7 @@ class BucketTiming:
     `elapsed` is the median over rounds with its 95 % interval.
     """
 
-    laid: Laid
+    laid: BucketSizes
     bucket_sizes: tuple[int, ...]
     elapsed: Interval
 
@@ -60,8 +60,8 @@ class BucketTiming:
 class Duel:
     """Two layouts compared round by round: step time with `laid` over step time with `against`."""
 
-    laid: Laid
-    against: Laid
+    laid: BucketSizes
+    against: BucketSizes
     ratio: Interval
 
 
@@ -78,7 +78,7 @@ class BucketTuning:
     device: str
     transport: str
     gradient_bytes: int
-    own: Laid
+    own: BucketSizes
     own_sizes: tuple[int, ...]
     alone: Interval
     link: Link
@@ -107,7 +107,7 @@ class BucketTuning:
         return best_bucket_bytes(self.gradient_bytes, self.link)
 
     @property
-    def chosen(self) -> Laid:
+    def chosen(self) -> BucketSizes:
         """Layout to configure: the fastest of the sweep if its separate rounds confirm it.
 
         Otherwise the spec's layout.
@@ -125,11 +125,13 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> B
     Raises InputError or a subclass for a spec that several ranks cannot share, UserCodeError for an
     error of the task.
     """
-    own = Laid(parse_bytes(spec.layout.bucket_size), parse_bytes(spec.layout.first_bucket_size))
+    own = BucketSizes(
+        parse_bytes(spec.layout.bucket_size), parse_bytes(spec.layout.first_bucket_size)
+    )
     # each size, the spec's layout, and two duels
     most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)
     with contextlib.ExitStack() as stack:
-        group = stack.enter_context(together.joined(spec))
+        group = stack.enter_context(together.join_ranks(spec))
         try:
             rehearsal = group.settle(
                 lambda: stack.enter_context(Rehearsal(spec, steps=most, group=group))
@@ -145,26 +147,26 @@ def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> B
             raise blame.as_run_error(error, f"{group.place}in bench comm:") from error
 
 
-def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> BucketTuning:
+def _tune(bench: _Bench, own: BucketSizes, wanted: Buckets) -> BucketTuning:
     own_sizes = bench.use(own)
     gradient_bytes = sum(own_sizes)
     bench.tell(f"the gradients alone, {wanted.calls} times")
     alone = bench.time_alone(wanted.calls, wanted.warmup)
     bench.tell("an all-reduce over sizes")
-    largest = min(LONGEST_LINK, max(gradient_bytes, SHORTEST_LINK))
+    largest = min(MAX_LINK, max(gradient_bytes, MIN_LINK))
     link = fit(measure(bench.group, Sizes(collectives=("all-reduce",), largest=largest)))[
         "all-reduce"
     ]
-    ways = bench.without_twins(
-        [own, *(Laid(size, min(own.first_bytes, size)) for size in sorted(wanted.sizes))]
+    ways = bench.distinct_layouts(
+        [own, *(BucketSizes(size, min(own.first_bytes, size)) for size in sorted(wanted.sizes))]
     )
     tried, best, first = _sweep(bench, ways, wanted.rounds), None, None
     quickest = min(tried, key=lambda each: each.elapsed.estimate).laid
     if quickest != own:
         bench.tell("the quickest against the spec's own")
         best = _duel(bench, quickest, own, wanted.rounds)
-    alike = Laid(quickest.bucket_bytes, quickest.bucket_bytes)
-    if len(bench.without_twins([quickest, alike])) > 1:
+    alike = BucketSizes(quickest.bucket_bytes, quickest.bucket_bytes)
+    if len(bench.distinct_layouts([quickest, alike])) > 1:
         bench.tell("a first bucket of its own against one like the others")
         first = _duel(bench, quickest, alike, wanted.rounds)
     return BucketTuning(
@@ -182,7 +184,7 @@ def _tune(bench: _Bench, own: Laid, wanted: Buckets) -> BucketTuning:
     )
 
 
-def _sweep(bench: _Bench, ways: Sequence[Laid], rounds: int) -> tuple[BucketTiming, ...]:
+def _sweep(bench: _Bench, ways: Sequence[BucketSizes], rounds: int) -> tuple[BucketTiming, ...]:
     found = bench.time_steps(ways, rounds)
     return tuple(
         BucketTiming(laid=way, bucket_sizes=bench.use(way), elapsed=median_interval(found[way]))
@@ -190,7 +192,7 @@ def _sweep(bench: _Bench, ways: Sequence[Laid], rounds: int) -> tuple[BucketTimi
     )
 
 
-def _duel(bench: _Bench, laid: Laid, against: Laid, rounds: int) -> Duel:
+def _duel(bench: _Bench, laid: BucketSizes, against: BucketSizes, rounds: int) -> Duel:
     found = bench.time_steps([laid, against], rounds)
     return Duel(laid=laid, against=against, ratio=paired_ratio(found[laid], found[against]))
 
@@ -207,14 +209,14 @@ class _Bench:
         self.rehearsal, self.group, self.tell = rehearsal, group, tell
         self._ranks: Ranks = ranks
 
-    def use(self, laid: Laid) -> tuple[int, ...]:
+    def use(self, laid: BucketSizes) -> tuple[int, ...]:
         """Change the bucket layout; return the gradient bytes of each bucket, in step order."""
         self._ranks.use_buckets(laid.bucket_bytes, laid.first_bytes)
         return tuple(size for replicas in self._ranks.replicas for size in replicas.bucket_sizes)
 
-    def without_twins(self, ways: Sequence[Laid]) -> list[Laid]:
+    def distinct_layouts(self, ways: Sequence[BucketSizes]) -> list[BucketSizes]:
         """Return one layout for each distinct set of buckets: a small model has few of them."""
-        found: dict[tuple[int, ...], Laid] = {}
+        found: dict[tuple[int, ...], BucketSizes] = {}
         for way in ways:
             found.setdefault(self.use(way), way)
         return list(found.values())
@@ -239,13 +241,15 @@ class _Bench:
             each.grad = None
         return median_interval(found)
 
-    def time_steps(self, ways: Sequence[Laid], rounds: int) -> dict[Laid, list[float]]:
+    def time_steps(
+        self, ways: Sequence[BucketSizes], rounds: int
+    ) -> dict[BucketSizes, list[float]]:
         """Return the seconds of a step with each layout, one value per round.
 
         A value is the median of a few steps, on the slowest rank. Every round measures every layout
         and starts with another one.
         """
-        found: dict[Laid, list[float]] = {way: [] for way in ways}
+        found: dict[BucketSizes, list[float]] = {way: [] for way in ways}
         for number in range(rounds):
             self.tell(f"round {number + 1} of {rounds}, {len(ways)} ways to lay out buckets")
             turn = number % len(ways)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surefoot.components.precision import Flushed, Watch
+from surefoot.components.precision import UnderflowShare, Watch
 from surefoot.contract.spec import RunSpec, key_names
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.ladder import rungs
 
 
-def find_flushed(spec: RunSpec, scales: Sequence[float]) -> tuple[Flushed, ...]:
+def find_flushed(spec: RunSpec, scales: Sequence[float]) -> tuple[UnderflowShare, ...]:
     """Return, by module and parameter, the share of gradient values that fp16 underflows to zero.
 
     The gradients are those of a mean loss; there is one share for each of `scales`.

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from surefoot.components.data.loader import Kind, Loader, LoaderSettings, Taken
+from surefoot.components.data.loader import Kind, Loader, LoaderSettings, StepBatches
 from surefoot.components.data.loader.pilot import (
     ENOUGH,
     GAIN,
@@ -26,7 +26,7 @@ from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.step import Stepper
 
 MANY_STEPS = 10**6  # more steps than any measurement takes
-LEAST = 3  # fewest steps of a measurement, whatever they take
+MIN_STEPS = 3  # fewest steps of a measurement, whatever they take
 Tell = Callable[[str], None]
 
 
@@ -68,16 +68,16 @@ class LoaderTuning:
         }
 
 
-class _Again:
+class _RepeatedStepLoader:
     """A stand-in for a loader: every step gets the batches of one step."""
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: StepBatches) -> None:
         self._taken = taken
 
-    def take(self, number: int) -> Taken:
+    def take(self, number: int) -> StepBatches:
         return self._taken._replace(number=number)
 
-    def peek(self, number: int) -> Taken | None:
+    def peek(self, number: int) -> StepBatches | None:
         return self._taken._replace(number=number)
 
 
@@ -98,10 +98,10 @@ class Trials:
 
     def demand(self) -> float:
         """Return the samples per second of steps that do not wait for data."""
-        again: Any = _Again(self.loader.take(1))
+        again: Any = _RepeatedStepLoader(self.loader.take(1))
         self._stepper.loader = again
         try:
-            self._steps(LEAST)
+            self._steps(MIN_STEPS)
             return self._steps(None)[0]
         finally:
             self._stepper.loader = self.loader
@@ -115,7 +115,7 @@ class Trials:
         )
         self.loader.use(settings)
         supply_per_s = self._supply()
-        self._steps(LEAST)
+        self._steps(MIN_STEPS)
         samples_per_s, waiting = self._steps(None)
         kind = self.loader.kind if settings.workers else "auto"
         self.loader.close()
@@ -132,10 +132,10 @@ class Trials:
         return timing
 
     def _supply(self) -> float:
-        for _ in range(LEAST):  # the workers start
+        for _ in range(MIN_STEPS):  # the workers start
             self._take()
         begun_s, samples, done = time.perf_counter(), 0, 0
-        while done < LEAST or time.perf_counter() - begun_s < self._seconds:
+        while done < MIN_STEPS or time.perf_counter() - begun_s < self._seconds:
             samples, done = samples + self._take(), done + 1
         return samples / (time.perf_counter() - begun_s)
 
@@ -151,7 +151,7 @@ class Trials:
         """
         self._rehearsal.synchronise()
         begun_s, samples, waiting_s, done = time.perf_counter(), 0, 0.0, 0
-        while done < (count or LEAST) or (
+        while done < (count or MIN_STEPS) or (
             count is None and time.perf_counter() - begun_s < self._seconds
         ):
             self._step, done = self._step + 1, done + 1

@@ -32,11 +32,11 @@ from surefoot.core.errors import DataError, InputError
 from surefoot.core.units import format_bytes
 
 BATCH = 16  # samples that a worker reads at a time
-MOST_WORKERS = 64
+MAX_WORKERS = 64
 Tell = Callable[[str], None]
 
 
-class Explained(Protocol):
+class TimedSource(Protocol):
     """A source that measures the time of its reads."""
 
     def explain(self, ids: np.ndarray) -> dict[str, float]: ...
@@ -80,10 +80,10 @@ class MeasuredReading:
 
 
 @dataclass(frozen=True)
-class _Found:
+class _SourceToMeasure:
     """A source to measure, its files, and the bytes of each sample."""
 
-    source: Explained
+    source: TimedSource
     files: list[Path]
     sizes: np.ndarray
     folder: Path
@@ -109,7 +109,7 @@ def measure(
     if (
         not workers
         or min(workers) < 0
-        or max(workers) > MOST_WORKERS
+        or max(workers) > MAX_WORKERS
         or samples < 1
         or not 0 < seconds < 3600
         or not 0 <= delay_s < 60
@@ -120,7 +120,7 @@ def measure(
         )
         raise InputError(
             f"{given} measure nothing",
-            hint=f"use --workers 0,2,4 (up to {MOST_WORKERS}) --samples 2000 --seconds 5",
+            hint=f"use --workers 0,2,4 (up to {MAX_WORKERS}) --samples 2000 --seconds 5",
         )
     found = find(paths)
     ids = Order(len(found.sizes), 0).ids(0, 0, min(samples, len(found.sizes)))
@@ -151,7 +151,7 @@ def measure(
     )
 
 
-def find(paths: Sequence[str]) -> _Found:
+def find(paths: Sequence[str]) -> _SourceToMeasure:
     """Open tars, folders or URLs of tars, or a folder of images by class; else raise DataError."""
     folder = Path(paths[0]).expanduser()
     if (
@@ -162,7 +162,7 @@ def find(paths: Sequence[str]) -> _Found:
     ):
         images = ImageFolder(folder)
         files = [folder / name for name in images.names]
-        return _Found(images, files, np.array(images.sizes), folder, images.describe())
+        return _SourceToMeasure(images, files, np.array(images.sizes), folder, images.describe())
     remote = find_remote(paths)
     tars = Tars(
         find_tars([Path(path).expanduser() for path in paths]) if remote is None else remote,
@@ -181,15 +181,15 @@ def find(paths: Sequence[str]) -> _Found:
     what = (
         f"{len(index):,} samples in {len(index.shards):,} tars of {total}: {', '.join(tars.parts)}"
     )
-    return _Found(
+    return _SourceToMeasure(
         tars, [index.folder / shard.name for shard in index.shards], sizes, index.folder, what
     )
 
 
-_source: Explained  # what a worker reads
+_source: TimedSource  # what a worker reads
 
 
-def _begin(source: Explained) -> None:
+def _begin(source: TimedSource) -> None:
     global _source
     _source = source
 
@@ -203,7 +203,7 @@ def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
 
 
 def _time(
-    found: _Found,
+    found: _SourceToMeasure,
     ids: np.ndarray,
     workers: int,
     state: str,

@@ -155,7 +155,7 @@ def find_left(workshop: Workshop, variant: str, seed: int = 0) -> ProbedRun:
         workshop.train(replace(attempt, die_at=LEFT_AT)).end_with(KILLED)
         return attempt
 
-    return workshop.once(("left", variant, seed), leave)
+    return workshop.cached(("left", variant, seed), leave)
 
 
 def find_changed(folder: Path, own: Path) -> list[Path]:

@@ -105,7 +105,7 @@ def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     percent = PERCENTS[seed % len(PERCENTS)]
     disk = folder / "disk"
     disk.mkdir()
-    with mounted(disk, IN_MEMORY):
+    with mount_memory_disk(disk, IN_MEMORY):
         attempt = ProbedRun(
             folder=disk / "run",
             variant=list(VARIANTS)[seed % len(VARIANTS)],
@@ -117,14 +117,14 @@ def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
             workshop,
             attempt,
             f"room for {percent} %",
-            lambda child: filled(attempt.folder, percent),
+            lambda child: fill_disk(attempt.folder, percent),
         )
         is_given_up = bool(_lost(attempt.folder))
     return TrialResult(wrong, ("given up" if is_given_up else "saved",))
 
 
 @contextlib.contextmanager
-def filled(run: Path, percent: int) -> Iterator[None]:
+def fill_disk(run: Path, percent: int) -> Iterator[None]:
     """Fill the disk, except for `percent` % of the bytes of the first checkpoint."""
     room = (
         sum(path.stat().st_blocks * 512 for path in manifest.step_folder(run, EVERY).iterdir())
@@ -139,7 +139,7 @@ def filled(run: Path, percent: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mounted(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
+def mount_memory_disk(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
     """Mount over a folder, by the arguments of each `mount`; afterwards unmount.
 
     Raises TaskError where mounting is not permitted.
@@ -161,13 +161,13 @@ def mounted(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
 
 def read_only(folder: Path) -> AbstractContextManager[None]:
     """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
-    return mounted(folder, ("--bind", str(folder)), ("-o", "remount,ro,bind"))
+    return mount_memory_disk(folder, ("--bind", str(folder)), ("-o", "remount,ro,bind"))
 
 
 def cannot_mount() -> str | None:
     """Return why nothing can be mounted on this machine; None where mounting works."""
     try:
-        with tempfile.TemporaryDirectory() as made, mounted(Path(made), IN_MEMORY):
+        with tempfile.TemporaryDirectory() as made, mount_memory_disk(Path(made), IN_MEMORY):
             return None
     except (TaskError, OSError) as error:
         return str(error)

@@ -284,7 +284,7 @@ def cut_power(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     are resumed to the end.
     """
     variant = WHOLE[seed % len(WHOLE)]
-    recorder, traced = workshop.once(("recording", variant), lambda: _record(workshop, variant))
+    recorder, traced = workshop.cached(("recording", variant), lambda: _record(workshop, variant))
     golden = workshop.golden(traced)
     ops, draws = recorder.ops, random.Random(seed)
     cut = PowerCut(draws.randint(0, len(ops)), draws.choice(ENTRIES), draws.choice(BLOCKS), seed)

@@ -103,7 +103,7 @@ def comes_to(child: Child, attempt: ProbedRun, step: int, draws: random.Random) 
     return came and not child.ends_within(draws.uniform(0.0, LATER_S))
 
 
-def _moments(draws: random.Random, number: int) -> list[int]:
+def _draw_steps(draws: random.Random, number: int) -> list[int]:
     """Return steps after whose checkpoints something happens; the first may be 0, before step 1."""
     return sorted(draws.sample(range(0, STEPS - EVERY, EVERY), number))
 
@@ -115,7 +115,7 @@ def change_size(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """
     draws = random.Random(seed)
     golden, sizes, fell = workshop.golden(run_on(folder, 1)), list[int](), 0
-    for step in _moments(draws, 3):
+    for step in _draw_steps(draws, 3):
         sizes.append(draws.choice([each for each in SIZES if each not in sizes[-1:]]))
         attempt = run_on(folder, sizes[-1], restarts=0)
         child = workshop.train(attempt)
@@ -199,7 +199,7 @@ def stop_a_rank(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     uninterrupted run.
     """
     draws = random.Random(seed)
-    ranks, (step,) = draws.choice(SIZES[1:]), _moments(draws, 1)
+    ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
     attempt = run_on(folder, ranks)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
     there = find_ranks(child, ranks) if comes_to(child, attempt, step, draws) else {}
@@ -227,7 +227,7 @@ def kill_the_supervisor(workshop: Workshop, seed: int, folder: Path) -> TrialRes
     No rank may be left, and the same command, run at once, must end as the uninterrupted run.
     """
     draws = random.Random(seed)
-    ranks, (step,) = draws.choice(SIZES[1:]), _moments(draws, 1)
+    ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
     attempt = run_on(folder, ranks)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
     came = comes_to(child, attempt, step, draws)

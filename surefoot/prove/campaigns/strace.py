@@ -152,7 +152,7 @@ def trace_a_save(
                 found.append((call.name, counts[call.thread, call.name], call))
             return found
 
-    return workshop.once(("calls", step, options, variant), trace)
+    return workshop.cached(("calls", step, options, variant), trace)
 
 
 def saving_once(folder: Path, step: int, variant: str = "plain") -> ProbedRun:

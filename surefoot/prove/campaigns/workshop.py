@@ -159,7 +159,7 @@ class Workshop:
         self._made: dict[object, Any] = {}
         self._children: list[Child] = []
 
-    def once(self, key: object, make: Callable[[], T]) -> T:
+    def cached(self, key: object, make: Callable[[], T]) -> T:
         """Return the object that `make` prepares, made once per `key`.
 
         Examples are an uninterrupted run, a trace and a run to be damaged.
@@ -215,7 +215,7 @@ class Workshop:
             tables=attempt.tables,
         )
         ignored = (TIMED, *OF_RANKS) if attempt.ranks else (TIMED,)
-        return self.once(("golden", repr(whole)), lambda: self._make_golden(whole, ignored))
+        return self.cached(("golden", repr(whole)), lambda: self._make_golden(whole, ignored))
 
     def _make_golden(self, attempt: ProbedRun, ignored: Sequence[str]) -> Golden:
         with self.scratch("golden") as folder:

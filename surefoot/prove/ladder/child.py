@@ -26,7 +26,7 @@ from surefoot.contract.state import StepReport
 from surefoot.core.errors import TaskError
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
-from surefoot.trial.arm import told_apart
+from surefoot.trial.arm import marking_refused_specs
 
 COMPARED_STEPS = 2  # steps from a state: the second one uses the weights that the first one updated
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if asked.what == "scores":
         _report_scores(spec, asked)
         return
-    with told_apart():
+    with marking_refused_specs():
         arrays = _arrays(spec, asked)
     write_report(asked.report, {}, arrays=arrays)
 
@@ -227,7 +227,7 @@ def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
 
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> Any:
         if isinstance(output, Tensor) and output.is_floating_point():
-            return _Blurred.apply(output, blurred)  # type: ignore[no-untyped-call]
+            return _RoundingNoise.apply(output, blurred)  # type: ignore[no-untyped-call]
         return output
 
     with torch.no_grad():
@@ -238,7 +238,7 @@ def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
             module.register_forward_hook(hook)
 
 
-class _Blurred(torch.autograd.Function):
+class _RoundingNoise(torch.autograd.Function):
     """Autograd function that blurs a tensor, and in the backward pass its gradient."""
 
     @staticmethod

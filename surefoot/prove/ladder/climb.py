@@ -250,7 +250,7 @@ class Climb:
                 self._scores[seeds] = self._bench.scores(START, self.start, seeds)
             return self._scores[seeds], self._bench.scores(rung.name, spec, seeds)
 
-        return gate.decide_by_scores(range(gate.LEAST_SEEDS), take)
+        return gate.decide_by_scores(range(gate.MIN_SEEDS), take)
 
     def _other_numbers(self, parity: GateVerdict) -> str:
         return f"its results differ from those of {self._ground_words}: {parity.words}"

@@ -38,7 +38,7 @@ UNITS = {"fp32": 2.0**-23, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, 
 # share of the mean slice: a smaller slice is compared with this share, since it is mostly rounding
 SMALL_SLICE = 0.25
 SPREADS = 2.0  # a score may be worse by 2 standard deviations of the baseline's scores
-LEAST_SEEDS = 3
+MIN_SEEDS = 3
 FURTHER = 2  # factor of further seeds where the score of the first ones is worse
 
 

@@ -42,7 +42,7 @@ PLAIN: Mapping[str, Any] = {
     "train.threads": 1,
 }
 RESERVED = ("start", "below", "best")
-MOST_RANKS = 8  # the most ranks that a ladder starts at a time
+MAX_RANKS = 8  # the most ranks that a ladder starts at a time
 _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DOTALL)
 
 
@@ -158,8 +158,8 @@ def find_rungs(
     """
     gpu = device == "cuda"
     batch = math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch
-    part = find_part(batch)
-    most = min(devices if gpu else cores, MOST_RANKS)
+    part = find_microbatch(batch)
+    most = min(devices if gpu else cores, MAX_RANKS)
     ranks = next(size for size in range(most, 0, -1) if batch % size == 0)
     several = f"two {'GPUs' if gpu else 'cores'} or more, and a batch that they can share"
     is_met: dict[str | None, bool] = {
@@ -280,7 +280,7 @@ def _takes(spec: RunSpec, parameter: str) -> bool:
     return use is not None and bool(signature.has_parameter(use, parameter))
 
 
-def find_part(batch: int) -> int | None:
+def find_microbatch(batch: int) -> int | None:
     """Return a quarter of the batch, or the largest divisor below; None for a batch of 1.
 
     >>> find_part(64), find_part(50), find_part(7), find_part(1)

@@ -26,7 +26,7 @@ START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
 # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
-WARMUP_STEPS, LEAST_STEPS = 8, 8
+WARMUP_STEPS, MIN_STEPS = 8, 8
 WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
 TARGET_S = 1.5  # duration of the baseline's measured steps, where no number of samples is given
 ROOM = 1.25  # allowed memory of a process, relative to the baseline
@@ -84,7 +84,7 @@ class Workbench:
             arm = spec_arm(
                 START,
                 _quiet(self._start),
-                steps=LEAST_STEPS,
+                steps=MIN_STEPS,
                 warmup=WARMUP_STEPS,
                 whole_length=True,
             )
@@ -94,28 +94,26 @@ class Workbench:
         if (
             outcome.ended != "done"
             or "num_samples" not in outcome.measures
-            or total_steps < WARMUP_STEPS + LEAST_STEPS
+            or total_steps < WARMUP_STEPS + MIN_STEPS
         ):
             raise TaskError(
                 "the start of the ladder does not run: "
                 f"{last_words(outcome.error or 'it is over before its last measured step')}",
                 hint=(
-                    f"make the plain loop train {WARMUP_STEPS + LEAST_STEPS} steps first: "
+                    f"make the plain loop train {WARMUP_STEPS + MIN_STEPS} steps first: "
                     "surefoot train SPEC"
                 ),
             )
         self._keep(outcome)
         self.device, self._peak_bytes = outcome.facts["device"], outcome.measures["peak_bytes"]
         self.devices = int(outcome.facts["devices"])
-        per_step = outcome.measures["num_samples"] / LEAST_STEPS
+        per_step = outcome.measures["num_samples"] / MIN_STEPS
         step_s = outcome.measures["wall_s_per_step"]
         wanted = (
             TARGET_S / step_s if self.settings.samples is None else self.settings.samples / per_step
         )
         self._total_steps = total_steps
-        self._steps = int(
-            min(max(LEAST_STEPS, math.ceil(wanted)), self._total_steps - WARMUP_STEPS)
-        )
+        self._steps = int(min(max(MIN_STEPS, math.ceil(wanted)), self._total_steps - WARMUP_STEPS))
         self.warmup_steps = self._warmup(math.ceil(WARMUP_S / step_s))
         self._epoch_steps = math.ceil(outcome.measures["samples_per_epoch"] / per_step)
         self.num_samples = round(self._steps * per_step)

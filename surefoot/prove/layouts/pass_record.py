@@ -83,7 +83,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         }
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
         """Record nothing inside the context, for example while data are read."""
         before, self._is_paused = self._is_paused, True
         try:

@@ -22,7 +22,7 @@ from surefoot.prove.layouts.compare import (
 )
 
 OPERATOR_UNITS = {"float32": UNIT, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-LEAST_UNIT = 2.0**-3  # unit of any format with fewer bits
+MIN_UNIT = 2.0**-3  # unit of any format with fewer bits
 NUM_NAMED = 3
 Operators = Sequence[Mapping[str, str]]
 
@@ -109,7 +109,7 @@ class Reference:
             layout, precision, whole, found, allowed, only_first=only_first or not is_wide
         )
         least = max(
-            (OPERATOR_UNITS.get(each["dtype"], LEAST_UNIT) for each in self.narrow), default=0.0
+            (OPERATOR_UNITS.get(each["dtype"], MIN_UNIT) for each in self.narrow), default=0.0
         )
         if exact.holds or least <= unit:
             return exact

@@ -96,7 +96,7 @@ def make_plain(model: nn.Module) -> None:
 
 
 def _paused(record: PassRecord | None) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext() if record is None else record.paused()
+    return contextlib.nullcontext() if record is None else record.pause()
 
 
 def _wide(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from surefoot.core.statistics import mean
 from surefoot.prove.memory import check_divisible
 from surefoot.trial import Outcome, Trial, find_conditions, run_rounds, spec_arm
 
-WARMUP_STEPS, MOST_ROWS, MOST_PARTS = 2, 60, 8
+WARMUP_STEPS, MAX_ROWS, MAX_PARTS = 2, 60, 8
 QUIET: dict[str, dict[str, Any]] = {
     "observe": {"tensorboard": False, "noise": False},
     "checkpoint": {"store": None},
@@ -72,7 +72,7 @@ def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tup
     pairs = []
     for batch in dict.fromkeys(batches):
         parts = microbatches or [
-            batch // count for count in (1, 2, 4, MOST_PARTS) if batch % count == 0
+            batch // count for count in (1, 2, 4, MAX_PARTS) if batch % count == 0
         ]
         mine = [(batch, part) for part in dict.fromkeys(parts) if batch % part == 0]
         if not mine:
@@ -82,8 +82,8 @@ def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tup
                 hint=f"these do: {legal}",
             )
         pairs += mine
-    if len(pairs) > MOST_ROWS:
-        raise InputError(f"{len(pairs)} rows are too many", hint=f"{MOST_ROWS} at most")
+    if len(pairs) > MAX_ROWS:
+        raise InputError(f"{len(pairs)} rows are too many", hint=f"{MAX_ROWS} at most")
     return pairs
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from surefoot.components.data.lengths import at_its_largest
+from surefoot.components.data.lengths import with_largest_batch
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
 from surefoot.core.hardware import find_machine
@@ -50,7 +50,7 @@ class Try:
 
 
 @dataclass(frozen=True)
-class Predicted:
+class PredictedFit:
     """The largest microbatch that is predicted to fit, and the peak of its tensors.
 
     Where not even the smallest fits, `microbatch` is None, and `peak_bytes` is that of the
@@ -63,7 +63,7 @@ class Predicted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class FitSearch:
     """All tries in order, of which the last one confirms the result.
 
     `microbatch` is the largest that fits, None where none does.
@@ -73,7 +73,7 @@ class Fitted:
     limit_bytes: int
     tries: tuple[Try, ...]
     microbatch: int | None
-    predicted: Predicted | None
+    predicted: PredictedFit | None
     conditions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -171,7 +171,9 @@ def _next(between: Sequence[int], low: int, high: int | None) -> int:
     return between[len(between) // 2]
 
 
-def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text: None) -> Fitted:
+def measure_largest(
+    spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text: None
+) -> FitSearch:
     """Search the microbatches of the spec's batch by the peaks of real runs.
 
     The search starts from the size that is predicted to fit. Raises InputError for a batch that the
@@ -180,7 +182,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     """
     check_divisible(spec)
     sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)
-    made = at_its_largest(spec).replace(**QUIET, memory={"on_oom": "stop"})
+    made = with_largest_batch(spec).replace(**QUIET, memory={"on_oom": "stop"})
     specs = {
         size: made.replace(train={"microbatch": size if size < spec.train.batch else None})
         for size in sizes
@@ -208,7 +210,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     if found is None and tries[-1].is_refused and larger:
         # BatchNorm, for example, refuses one sample
         found = find_largest(larger, larger[0], fits)
-    return Fitted(
+    return FitSearch(
         batch=spec.train.batch,
         limit_bytes=limit_bytes,
         tries=tuple(tries),
@@ -218,7 +220,7 @@ def measure_largest(spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text
     )
 
 
-def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted | None:
+def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> PredictedFit | None:
     """Predict the largest microbatch, as `surefoot memory` does, which counts tensors.
 
     On a CPU the process needs more than tensors: about what this process uses now.
@@ -230,9 +232,9 @@ def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted
         number = bisect_right(sizes, budget, key=peak)
         least = peak(sizes[0])
         return (
-            Predicted(sizes[number - 1], peak(sizes[number - 1]), least)
+            PredictedFit(sizes[number - 1], peak(sizes[number - 1]), least)
             if number
-            else Predicted(None, least, least)
+            else PredictedFit(None, least, least)
         )
     except InputError as error:
         tell(f"no prediction to begin with: {error.message}")

@@ -22,7 +22,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 
 GROUP = 8  # draws per estimate: the large batch is 8 small ones
 
@@ -40,7 +40,7 @@ class Level:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoiseLab:
+class GradientNoiseResult:
     """Results of the measurement of gradient noise.
 
     `slope` is that of log(variance) over log(batch): -1 where samples are independent.
@@ -98,7 +98,7 @@ class Pyramid:
 
 def measure_noise(
     spec: RunSpec, *, run: Path | None = None, size: int | None = None, draws: int = 128
-) -> NoiseLab:
+) -> GradientNoiseResult:
     """Draw batches with replacement at fixed weights, and compare their gradients.
 
     The weights are the newest of `run`, or those that `spec` starts with. `size` is the smallest
@@ -124,7 +124,7 @@ def measure_noise(
         put_back()
 
 
-def _measure(assembly: Assembly, size: int, draws: int) -> NoiseLab:
+def _measure(assembly: Assembly, size: int, draws: int) -> GradientNoiseResult:
     pyramid, noise, drawn = (
         Pyramid(),
         GradientNoise(),
@@ -139,7 +139,7 @@ def _measure(assembly: Assembly, size: int, draws: int) -> NoiseLab:
             noise.add(squares / GROUP, float((total / GROUP).square().sum()), size, size * GROUP)
             squares, total = 0.0, torch.zeros(())
     levels = pyramid.levels(size)
-    return NoiseLab(
+    return GradientNoiseResult(
         batch=assembly.spec.train.batch,
         levels=levels,
         slope=find_slope(levels),
@@ -156,7 +156,7 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
         batch = augment(batch, Keys(assembly.spec.train.seed, draw, ids))
     update = assembly.updates[0]
     params = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
-    with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
+    with preserve_state(model, assembly.task.state, evaluates=False), torch.enable_grad():
         torch.manual_seed(draw)
         with assembly.engine.policy.context():
             loss = update.loss(model, batch)

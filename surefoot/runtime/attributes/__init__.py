@@ -15,12 +15,12 @@ from surefoot.runtime.attributes.stored import (
     encode_attributes,
     put_back_attributes,
 )
-from surefoot.runtime.attributes.tracker import AttributeTracker, Changed
+from surefoot.runtime.attributes.tracker import AttributeChanges, AttributeTracker
 
 __all__ = [
     "AttributeSnapshot",
     "AttributeTracker",
-    "Changed",
+    "AttributeChanges",
     "Stored",
     "check_attributes",
     "encode_attributes",

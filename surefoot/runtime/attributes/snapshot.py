@@ -90,7 +90,7 @@ class AttributeSnapshot:
         """
         return holds_tensors(value) or now is ABSENT or is_state(now)
 
-    def owned(self) -> Iterator[tuple[Slot, Any, Any]]:
+    def restorable_attributes(self) -> Iterator[tuple[Slot, Any, Any]]:
         """Yield every attribute that is to be restored, with its old object and the copies."""
         for slot, value, copy in self._held:
             now = vars(slot[0]).get(slot[1], ABSENT)
@@ -114,16 +114,16 @@ class AttributeSnapshot:
         """Restore every attribute's object and values; delete added attributes that are state."""
         for slot in self.new_state():
             _assign(slot, ABSENT)
-        for slot, value, copy in list(self.owned()):
+        for slot, value, copy in list(self.restorable_attributes()):
             _assign(slot, value)
             _restore(value, copy)
 
     def lend(self) -> AbstractContextManager[None]:
         """Return a reusable context in which the attributes hold copies with the old values."""
-        return _Lent(self)
+        return _RestoredAttributes(self)
 
     @torch.no_grad()
-    def put_back_unless(self, applied: Tensor) -> None:
+    def restore_unless(self, applied: Tensor) -> None:
         """Restore the attributes if `applied` is false, decided on its device.
 
         If shapes have changed, the host waits for the device. Plain values keep their current
@@ -138,14 +138,17 @@ class AttributeSnapshot:
             _assign(slot, _choose(applied, now[slot], copy))
 
 
-class _Lent(AbstractContextManager[None]):
+class _RestoredAttributes(AbstractContextManager[None]):
     def __init__(self, snapshot: AttributeSnapshot) -> None:
         self._snapshot = snapshot
         self._now: list[tuple[Slot, Any]] = []
 
     def __enter__(self) -> None:
         then: dict[Slot, Any] = dict.fromkeys(self._snapshot.new_state(), ABSENT)
-        then |= {slot: _as_then(value, copy) for slot, value, copy in self._snapshot.owned()}
+        then |= {
+            slot: _copy_of_old_value(value, copy)
+            for slot, value, copy in self._snapshot.restorable_attributes()
+        }
         self._now = [(slot, vars(slot[0]).get(slot[1], ABSENT)) for slot in then]
         for slot, value in then.items():
             _assign(slot, value)
@@ -163,7 +166,7 @@ def _assign(slot: Slot, value: Any) -> None:
         vars(module)[name] = value
 
 
-def _as_then(value: Any, copy: Any) -> Any:
+def _copy_of_old_value(value: Any, copy: Any) -> Any:
     """Return an attribute's old value in mutable copies; a tensor in a graph stays as it is."""
     if copy is None:
         return value
@@ -172,7 +175,7 @@ def _as_then(value: Any, copy: Any) -> Any:
     return (
         copy.copy()
         if isinstance(value, np.ndarray)
-        else rebuild(value, [(key, _as_then(part, own)) for key, part, own in copy])
+        else rebuild(value, [(key, _copy_of_old_value(part, own)) for key, part, own in copy])
     )
 
 

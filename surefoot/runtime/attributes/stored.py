@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.attributes.tracker import Changed
+from surefoot.runtime.attributes.tracker import AttributeChanges
 from surefoot.runtime.attributes.values import NOTHING, Aliases, find_owner, map_leaves
 
 # "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
 Stored = dict[str, Any]
 
 
-def encode_attributes(model: nn.Module, changed: Changed) -> Stored:
+def encode_attributes(model: nn.Module, changed: AttributeChanges) -> Stored:
     """Return the changed attributes for a checkpoint, tensors detached; empty without changes."""
     if not changed.values and not changed.deleted:
         return {}

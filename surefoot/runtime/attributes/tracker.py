@@ -19,7 +19,7 @@ from surefoot.runtime.attributes.values import (
 
 
 @dataclass(frozen=True)
-class Changed:
+class AttributeChanges:
     """Changed attributes by dotted name, deleted ones, and those that cannot be saved."""
 
     aliases: Aliases
@@ -46,7 +46,7 @@ class AttributeTracker:
             name: sign(value, aliases) for name, value in named_attributes(model).items()
         }
 
-    def find_changed(self, state: Mapping[str, Any] = NOTHING) -> Changed:
+    def find_changed(self, state: Mapping[str, Any] = NOTHING) -> AttributeChanges:
         """Return the attributes that have changed; what is in `state` is saved anyway."""
         held = {id(each) for each in state.values()}
         aliases = Aliases.of(self._model, state)
@@ -64,7 +64,7 @@ class AttributeTracker:
         deleted = [
             name for name, signed in self._before.items() if signed is not None and name not in now
         ]
-        return Changed(aliases, values, tuple(deleted), tuple(unsaved))
+        return AttributeChanges(aliases, values, tuple(deleted), tuple(unsaved))
 
 
 MISSING = object()

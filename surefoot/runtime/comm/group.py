@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surefoot.core.errors import LostRank, SurefootError
 from surefoot.core.flight import Flight, Kind
-from surefoot.runtime.comm.host_memory import Shared, is_small
+from surefoot.runtime.comm.host_memory import SharedMemoryCollectives, is_small
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -58,7 +58,7 @@ class Group:
     traffic: Counter[Kind] = field(default_factory=Counter, compare=False)
     waiting: Waiting = field(default_factory=Waiting, compare=False)
     # where all ranks are processes of one host
-    memory: Shared | None = field(default=None, compare=False)
+    memory: SharedMemoryCollectives | None = field(default=None, compare=False)
 
     @property
     def is_alone(self) -> bool:
@@ -169,7 +169,7 @@ class Group:
             lambda: _gather(into, tensor, group=self.channel, async_op=is_async), Kind.GATHER, into
         )
 
-    def memory_of(self, tensor: Tensor) -> Shared | None:
+    def memory_of(self, tensor: Tensor) -> SharedMemoryCollectives | None:
         """Return the shared memory that contains a tensor; None if other ranks cannot read it."""
         return (
             None if self.memory is None or self.memory.links.find(tensor) is None else self.memory
@@ -248,7 +248,7 @@ class Group:
             parts = torch.split(flat, [_flat(each).numel() for each in together])
             for each, part in zip(together, parts, strict=True):
                 _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(
-                    _as_before(part, each)
+                    _restore_dtype_and_shape(part, each)
                 )
 
     def settle(self, job: Callable[[], Result]) -> Result:
@@ -371,7 +371,7 @@ def _flat_view(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _as_before(content: Tensor, like: Tensor) -> Tensor:
+def _restore_dtype_and_shape(content: Tensor, like: Tensor) -> Tensor:
     return content.clone().view(like.dtype).view(like.shape)
 
 

@@ -102,7 +102,7 @@ class Links:
         except OSError as error:
             raise _no_memory(size) from error
         try:
-            mapped = _sized(descriptor, size)
+            mapped = _resize_and_map(descriptor, size)
             if mapped is None:
                 raise _no_memory(size)
             number = len(self._numbers)
@@ -223,7 +223,7 @@ class _RunningSum:
 
 
 @dataclass(eq=False)
-class Shared:
+class SharedMemoryCollectives:
     """Collectives of an axis through shared memory.
 
     `ranks` are the global ranks by their index on the axis; `rank` is the index of this rank.
@@ -236,9 +236,9 @@ class Shared:
     _count: int = 0
     _open: deque[_RunningSum] = field(default_factory=deque)
 
-    def among(self, ranks: Sequence[int], axis: int) -> Shared:
+    def among(self, ranks: Sequence[int], axis: int) -> SharedMemoryCollectives:
         """Return the collectives of a subset of these ranks, in the given order."""
-        return Shared(
+        return SharedMemoryCollectives(
             self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis
         )
 
@@ -377,7 +377,7 @@ class Shared:
         self._await_done(number)
 
 
-def _sized(descriptor: int, size: int) -> Any:
+def _resize_and_map(descriptor: int, size: int) -> Any:
     """Set the size of a memory file and map it; None if the system refuses."""
     try:
         os.ftruncate(descriptor, size)
@@ -414,7 +414,9 @@ def add_up(rows: Sequence[Tensor]) -> Tensor:
     return rows[0]
 
 
-def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float) -> Shared | None:
+def meet(
+    group: Group, transport: Transport, *, wait_s: float, timeout_s: float
+) -> SharedMemoryCollectives | None:
     """Connect all ranks of `group` by sockets; every rank must call this.
 
     Returns None with the transport "gloo", for ranks on several hosts, or if a rank has no shared
@@ -448,7 +450,9 @@ def meet(group: Group, transport: Transport, *, wait_s: float, timeout_s: float)
         except OSError as error:
             why = f"another rank of this host is unreachable: {error}"
             raise LostRank(why, hint=HINT) from error
-    return Shared(Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0)
+    return SharedMemoryCollectives(
+        Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0
+    )
 
 
 def _host() -> str:

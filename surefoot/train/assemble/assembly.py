@@ -14,8 +14,8 @@ from torch import nn
 from surefoot.components import optim, precision
 from surefoot.components.compiler import CompiledRegions
 from surefoot.components.data import Feed, Keys, to_device
-from surefoot.components.data.loader import LoaderNotice, Read, look, read_sound
-from surefoot.components.memory import Recomputed
+from surefoot.components.data.loader import LoaderNotice, ReadResult, look, read_sound
+from surefoot.components.memory import RecomputeHandle
 from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
 from surefoot.components.stability import Noise
 from surefoot.contract import events
@@ -41,7 +41,7 @@ class Engine:
     policy: precision.Policy
     average: optim.WeightAverage | None
     stepper: Stepper
-    recomputed: Recomputed
+    recomputed: RecomputeHandle
     compiled: CompiledRegions | None = None
 
 
@@ -72,12 +72,14 @@ class Assembly:
         """Return the samples `ids` on the device, augmented. Raises what reading them raises."""
         source, augment, seed = self.feed.source, self.task.augment, self.spec.train.seed
         skips = self.spec.data.on_bad == "skip"
-        found = read_sound(source, ids) if skips else Read(look(source, epoch, ids.copy(), seed))
+        found = (
+            read_sound(source, ids) if skips else ReadResult(look(source, epoch, ids.copy(), seed))
+        )
         batch = to_device(found.whole, self.engine.device)
         return (
             batch
             if augment is None
-            else augment(batch, Keys(self.spec.train.seed, epoch, found.kept(ids)))
+            else augment(batch, Keys(self.spec.train.seed, epoch, found.readable_ids(ids)))
         )
 
     def reading(self, tell: Callable[[LoaderNotice], None]) -> Reading:
@@ -139,7 +141,7 @@ class Assembly:
             *self.told,
         )
 
-    def started(
+    def make_started_record(
         self,
         generation: int,
         spec: RunSpec,
@@ -173,7 +175,7 @@ class Assembly:
             **circumstances(str(self.engine.device), program),
         )
 
-    def stepped(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
+    def make_step_record(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
         """Return the Step record of the steps that `summary` and `timing` summarize."""
         ranks = self.engine.stepper.ranks
         rates = {

@@ -13,7 +13,7 @@ from surefoot.components import optim, precision
 from surefoot.components.data import Feed, Iterated, Share
 from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
 from surefoot.components.data.loader import Sound
-from surefoot.components.memory import Recomputed, Spilled, recompute
+from surefoot.components.memory import FileBackedParameters, RecomputeHandle, recompute
 from surefoot.components.metrics import Better
 from surefoot.components.parallel import Sharded
 from surefoot.components.stability import GradientNoise
@@ -64,7 +64,7 @@ def assemble(
     if not mesh.is_sharded or spec.layout.zero_stage < 3:
         return _assemble(spec, task, better, mesh)
     give_back_large_blocks()
-    with Spilled():  # what is built whole, and of which a rank keeps rows
+    with FileBackedParameters():  # what is built whole, and of which a rank keeps rows
         return _assemble(spec, task, better, mesh)
 
 
@@ -206,7 +206,7 @@ def _make_engine(
     model: nn.Module,
     updates: list[LiveUpdate],
     course: RunSchedule,
-    recomputed: Recomputed,
+    recomputed: RecomputeHandle,
     sharded: Sharded | None,
     group: Group,
     device: torch.device,

@@ -40,7 +40,7 @@ def attach(
     every: int = 10,
     save: str | None = "10 min",
     state: Mapping[str, Any] | None = None,
-) -> Attached:
+) -> AttachedLoop:
     """Record a loop in `folder` (default: a new one in runs/), one Step record per `every` steps.
 
         run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
@@ -74,13 +74,13 @@ def attach(
     unheld = Unheld(objects, optimizers, data)
     reported = [*kept, *unheld.find(caller)]
     notes = loop_ranks.describe_buckets(group, model)
-    return Attached(
+    return AttachedLoop(
         LoopRecord(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes))
     )
 
 
 @final
-class Attached:
+class AttachedLoop:
     """A recorded loop: `folder` is the run folder, `step` the number of steps in all attempts."""
 
     def __init__(self, record: LoopRecord) -> None:
@@ -120,7 +120,7 @@ class Attached:
                 break
             finally:
                 got_ns = record.clock.switch(OTHER)
-            record.took(batch, (got_ns - asked_ns) / 1e9)
+            record.on_batch(batch, (got_ns - asked_ns) / 1e9)
             yield batch
         record.end_pass()
 

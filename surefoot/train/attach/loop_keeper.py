@@ -12,7 +12,7 @@ from torch import nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
-from surefoot.components.data.sources import OF_LOADER, Watched, name_states
+from surefoot.components.data.sources import OF_LOADER, ObservedLoader, name_states
 from surefoot.components.data.sources.batch_digest import (
     PassDigest,
     ReadingDifference,
@@ -39,7 +39,7 @@ from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
 from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
 
-KEEP, MOST_NAMED = 3, 4
+KEEP, MAX_NAMED = 3, 4
 
 
 class LoopKeeper:
@@ -50,7 +50,7 @@ class LoopKeeper:
         folder: Path,
         lock: RunLock,
         objects: Mapping[str, Any],
-        data: Watched,
+        data: ObservedLoader,
         every: str | None,
         group: Group = ALONE,
     ) -> None:
@@ -118,7 +118,7 @@ class LoopKeeper:
         if found is None:
             return None, ()
         self._retain()  # what a kill between a commit and this left over
-        with checkpoint.taken_from(f"the state after step {found.step:,}"):
+        with checkpoint.as_run_folder_errors(f"the state after step {found.step:,}"):
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
@@ -158,7 +158,7 @@ class LoopKeeper:
                     parameter.requires_grad_(trained[key])
                     changed.append(f"{key} {'trains' if trained[key] else 'is frozen'}")
         return (
-            (f"as when the checkpoint was saved, {name_some(changed, MOST_NAMED)}",)
+            (f"as when the checkpoint was saved, {name_some(changed, MAX_NAMED)}",)
             if changed
             else ()
         )
@@ -279,7 +279,9 @@ class LoopKeeper:
         """Set generators to saved states; one that the script has added since keeps its own."""
         for name, each in self.generators().items():
             if name in states:
-                with checkpoint.taken_from(f"the saved state of the random generator {name}"):
+                with checkpoint.as_run_folder_errors(
+                    f"the saved state of the random generator {name}"
+                ):
                     restore_generator(each, states[name])
 
     # ---- saving
@@ -361,7 +363,7 @@ class LoopKeeper:
         self._retain()
         self._took = (step, time.monotonic() - started_s)
         self._pace.compare(*self._took, None)
-        self._pace.resumed(is_regular=is_regular)
+        self._pace.start_training_time(is_regular=is_regular)
         return made, self._took[1]
 
     def _retain(self) -> None:

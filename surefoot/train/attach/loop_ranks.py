@@ -146,7 +146,7 @@ def taken(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, 
 @contextlib.contextmanager
 def _taken_by_first(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
     try:
-        with folder.taken(choice, None) as mine:
+        with folder.acquire_run_folder(choice, None) as mine:
             yield mine
     except RunFolderError as error:
         if not (
@@ -392,7 +392,7 @@ def name_of(rank: int) -> str:
 # ---- loading together
 
 
-def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.Restored | None:
+def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.RestoreResult | None:
     """Load the newest whole checkpoint of `run` into `state` on every rank; None without one.
 
     Raises RunFolderError if the checkpoint is that of a different number of ranks.
@@ -419,7 +419,7 @@ def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.Restor
     if not found:
         same.check_none(group, run)
         return None
-    return checkpoint.Restored(*found[-1], tuple(troubles))
+    return checkpoint.RestoreResult(*found[-1], tuple(troubles))
 
 
 def check_num_ranks(run: Path, made: Manifest, size: int) -> None:

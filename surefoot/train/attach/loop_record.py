@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.data import in_place, size_of
-from surefoot.components.data.sources import Watched
+from surefoot.components.data.sources import ObservedLoader
 from surefoot.components.observe import (
     Console,
     Journal,
@@ -79,10 +79,10 @@ class LoopRecord:
         self._journal: Journal | NoJournal
         self._waiting_s = self._training_s = 0.0
         self._num_batches = self._num_passes = self._unreported = 0
-        self._watched = Watched(data)
+        self._watched = ObservedLoader(data)
         # (pass, place, samples) of the batches since the last step
         self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []
-        self._lent = in_place.Lent(data)
+        self._lent = in_place.InPlaceWriteCheck(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
         self._device = next(
@@ -96,7 +96,7 @@ class LoopRecord:
         self._given = given_settings(objects, data)
         choice = functools.partial(
             folder.choose,
-            folder.Wanted(wanted),
+            folder.RunFolderRequest(wanted),
             SPEC_ID,
             name,
             program,
@@ -271,7 +271,7 @@ class LoopRecord:
         self._console.warn(f"{fault.detail}; {fault.action}")
         self._write(environment.fault(self.generation, fault))
 
-    def took(self, batch: Any, waited_s: float) -> None:
+    def on_batch(self, batch: Any, waited_s: float) -> None:
         self._waiting_s += waited_s
         self._lent.lend(batch)
         self._num_batches += 1

@@ -28,7 +28,7 @@ from surefoot.train.preflight.predicted import Prediction, predict
 FILE, SEGMENTS_FILE = "out-of-memory.json", "out-of-memory-segments.json"
 VERSION = 1
 NUM_BLOCKS, NUM_CHANGES = 5, 3
-LEAST_GAIN = 0.02  # of the predicted peak: a change that brings less is not named
+MIN_GAIN = 0.02  # of the predicted peak: a change that brings less is not named
 PLACES = {
     DATA: "while its samples were read",
     COPY: "while its samples were copied to the device",
@@ -178,7 +178,7 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
             then = predict(
                 spec.replace(**change), task, source=source, num_ranks=assembly.feed.share.size
             ).peak_bytes
-            if then <= (1 - LEAST_GAIN) * found.peak_bytes:
+            if then <= (1 - MIN_GAIN) * found.peak_bytes:
                 changes.append((_words(change), then))
         if len(changes) == NUM_CHANGES:
             break

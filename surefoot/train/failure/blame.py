@@ -100,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_refused(error)
 
 
-def is_lost_together(error: BaseException) -> bool:
+def is_failed_collective(error: BaseException) -> bool:
     """Return whether a collective that user code calls has failed.
 
     Gloo and NCCL raise one kind of error, a RuntimeError, for every failure.
@@ -150,7 +150,7 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
         )
         short.__cause__ = error
         return short
-    if is_lost_together(error):
+    if is_failed_collective(error):
         lost = LostRank(
             f"{place} the other ranks are unreachable, in a collective that the task "
             f"itself calls ({find_place(error)})",

@@ -47,7 +47,7 @@ class WithinMemory:
                 if not self._halves or reason is not None:
                     then = f"; memory.on_oom is 'halve', but {reason}" if self._halves else ""
                     raise account.tell(shortage, self._assembly, self._folder, then) from error
-            self._stepper.take_back()
+            self._stepper.undo_failed_step()
             self._let_go()
             restore_random(before)
             feed = self._assembly.feed

@@ -13,7 +13,7 @@ from surefoot.contract.task import Batch, Loss
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.halves import cut_batch
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 from surefoot.train.record.carried import CarriedState
 from surefoot.train.step import LiveUpdate
 
@@ -52,7 +52,7 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
 def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: Batch) -> list[str]:
     """Return the names of the state that `first` changes, if the loss of `second` depends on it."""
     state = assembly.task.state
-    with untouched(assembly.model, state), torch.enable_grad():
+    with preserve_state(assembly.model, state), torch.enable_grad():
         carried = CarriedState(
             assembly.model, lambda: {} if state is None else _without_generators(state())
         )
@@ -60,7 +60,7 @@ def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: 
         if not (names := carried.find_changed()):
             return []
         after = _compute(assembly, update, second)
-    with untouched(assembly.model, state), torch.enable_grad():
+    with preserve_state(assembly.model, state), torch.enable_grad():
         alone = _compute(assembly, update, second)
     pairs = zip(after.terms, alone.terms, strict=True)
     is_same = all(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from surefoot.components.data import Iterated, in_place
-from surefoot.components.data.lengths import at_its_largest
+from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.memory.caches import HINT as CACHE_HINT
 from surefoot.components.memory.caches import is_of_repeated_pass
@@ -25,7 +25,7 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
-from surefoot.train.quiet import read_streams, untouched
+from surefoot.train.quiet import preserve_state, read_streams
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
 
@@ -67,7 +67,7 @@ def check(assembly: Assembly) -> list[str]:
         tried = copy_of(batch)  # what writes into it would change the data before step 1
         versions = in_place.Versions(tried)
         # a loss may differentiate by itself: a gradient penalty does
-        with untouched(assembly.model, state), torch.enable_grad():
+        with preserve_state(assembly.model, state), torch.enable_grad():
             environment.set_seeds(seed)
             before = read_streams()
             with Gathering() as gathered:
@@ -90,7 +90,7 @@ def check(assembly: Assembly) -> list[str]:
         or assembly.spec.memory.on_oom == "halve"
         or len(assembly.feed.microbatches(window)) > 1  # on several ranks
     )
-    with untouched(assembly.model, state), computing(assembly):
+    with preserve_state(assembly.model, state), computing(assembly):
         (ids, batch, wholes), warnings = samples.find(assembly, attempt_all)
         assembly.warnings.extend(warnings)
         for update, whole in zip(assembly.updates, wholes, strict=True):
@@ -128,9 +128,9 @@ def check(assembly: Assembly) -> list[str]:
 
 def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
     """Run a microbatch of the largest batch, so that an impossible memory budget fails early."""
-    model, feed = assembly.model, make_feed(at_its_largest(assembly.spec), assembly.feed.source)
+    model, feed = assembly.model, make_feed(with_largest_batch(assembly.spec), assembly.feed.source)
     ids = feed.microbatches(feed.window(0))[0]
-    with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
+    with preserve_state(model, assembly.task.state, evaluates=False), torch.enable_grad():
         for update in assembly.updates:
             with assembly.engine.policy.context():
                 update.loss(model, copy_of(read(ids)))
@@ -172,7 +172,7 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
         for module in norms
     ]
     try:
-        with untouched(model, assembly.task.state, evaluates=False), torch.enable_grad():
+        with preserve_state(model, assembly.task.state, evaluates=False), torch.enable_grad():
             for update in assembly.updates:
                 update.loss(model, copy_of(read(lone)))
     except ValueError as error:

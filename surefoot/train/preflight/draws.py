@@ -7,7 +7,7 @@ from surefoot.components.data.loader import Reader, read_sound
 from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.samples import NUM_SAMPLES
-from surefoot.train.quiet import read_streams, untouched
+from surefoot.train.quiet import preserve_state, read_streams
 
 
 def check(assembly: Assembly) -> list[str]:
@@ -28,7 +28,7 @@ def _check_own(assembly: Assembly) -> list[str]:
     reader = Reader(source, None, seed, skips=assembly.spec.data.on_bad == "skip")
     digests = []
     for _ in range(2):
-        with untouched(assembly.model, assembly.task.state):
+        with preserve_state(assembly.model, assembly.task.state):
             digests.append(digest_of(reader(window.epoch, window.ids[:NUM_SAMPLES]).batch))
     if digests[0] == digests[1]:
         return []
@@ -57,12 +57,14 @@ def _check_shared(assembly: Assembly) -> list[str]:
         return []
     window = assembly.feed.window(0)
     ids = window.ids[:NUM_SAMPLES]
-    with untouched(assembly.model, assembly.task.state):
+    with preserve_state(assembly.model, assembly.task.state):
         before = read_streams()
         read = read_sound(source, ids)
         # else the run does it, and no worker
         if augment is not None and assembly.engine.device.type == "cpu":
-            augment(read.whole, Keys(assembly.spec.train.seed, window.epoch, read.kept(ids)))
+            augment(
+                read.whole, Keys(assembly.spec.train.seed, window.epoch, read.readable_ids(ids))
+            )
         if read_streams() == before:
             return []
     what = (

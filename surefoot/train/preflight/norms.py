@@ -16,10 +16,10 @@ from surefoot.contract.task import Batch
 from surefoot.core.units import format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.contract import computing
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 from surefoot.train.step import LiveUpdate
 
-MOST_MICROBATCHES = 4  # that are computed as one: memory is why a batch is split
+MAX_MICROBATCHES = 4  # that are computed as one: memory is why a batch is split
 
 
 def check(assembly: Assembly) -> list[str]:
@@ -29,13 +29,13 @@ def check(assembly: Assembly) -> list[str]:
     parts = feed.microbatches(window)
     if len(parts) < 2 or not norms or feed.source.guarantee != "proven":
         return []
-    parts = parts[:MOST_MICROBATCHES]
+    parts = parts[:MAX_MICROBATCHES]
 
     def read(ids: np.ndarray) -> Batch:
         # what a forward pass writes into it must not stay in the data
         return copy_of(assembly.read(window.epoch, ids))
 
-    with untouched(assembly.model, assembly.task.state), torch.enable_grad():
+    with preserve_state(assembly.model, assembly.task.state), torch.enable_grad():
         for module in norms:
             # and nothing else: dropout would draw otherwise for the whole and for its parts
             module.train()

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.data import Keys, Share
-from surefoot.components.data.lengths import at_its_largest
+from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.trace import (
     GRADIENTS,
     Allocations,
     build_without_numbers,
+    fake_tensors,
     naming,
     total_bytes,
-    without_numbers,
 )
 from surefoot.components.optim import WeightAverage, backward, load_codes, master_of
 from surefoot.contract.spec import RunSpec
@@ -122,14 +122,14 @@ def predict(
     resolved = resolve(copy.copy(resolved.task), resolved.importable)
     identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
-    spec = at_its_largest(
+    spec = with_largest_batch(
         spec.replace_all({**tables, "memory": {**tables.get("memory", {}), "offload": "none"}})
     )
     source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source, layout.world_size)
     if spec.optim.state == "8bit":
         load_codes()  # they are numbers
-    with without_numbers() as sizes, warnings.catch_warnings():
+    with fake_tensors() as sizes, warnings.catch_warnings():
         # torch's own, where a module is copied
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
@@ -200,7 +200,7 @@ def _without_numbers(sizes: Any, value: Any) -> Any:
     return value
 
 
-def held(
+def resident_tensors(
     model: nn.Module,
     updates: Sequence[LiveUpdate],
     average: WeightAverage | None,
@@ -227,7 +227,7 @@ def held(
 
 def held_bytes(assembly: Assembly) -> int:
     """Return the bytes of all tensors that exist throughout a step, with the copies of buffers."""
-    there = held(assembly.model, assembly.updates, assembly.engine.average, ())
+    there = resident_tensors(assembly.model, assembly.updates, assembly.engine.average, ())
     return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(
         assembly.model
     )
@@ -262,7 +262,7 @@ def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Predicti
     take_step()
     for update in updates:
         update.guarded.clear_gradients()
-    for kind, tensors in held(model, updates, average, batches).items():
+    for kind, tensors in resident_tensors(model, updates, average, batches).items():
         for tensor in tensors:
             watched.hold(tensor, kind, share.of(kind))
     watched.reserve(share.gathered_bytes(model), GATHERED)

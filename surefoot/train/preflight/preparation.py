@@ -11,12 +11,12 @@ from surefoot.contract.task import Resolved
 from surefoot.runtime.comm import Mesh
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
-from surefoot.train.folder import Chosen, Wanted
+from surefoot.train.folder import Chosen, RunFolderRequest
 from surefoot.train.resume.program import Program
 from surefoot.train.resume.start import check_as_stated
 
 
-class Prepared(NamedTuple):
+class PreparedRun(NamedTuple):
     """A run that can be opened: its task as given, its parts, and how its folder is chosen."""
 
     task: Resolved
@@ -30,13 +30,13 @@ class Prepared(NamedTuple):
 def prepare(
     spec: RunSpec,
     given: Any,
-    wanted: Wanted,
+    wanted: RunFolderRequest,
     mesh: Mesh,
     *,
     fresh: bool,
     accept_code_change: bool,
     is_fork: bool,
-) -> Prepared:
+) -> PreparedRun:
     """Load the task, or take the `given` one, and check the run. Raises InputError if it cannot."""
     environment.set_seeds(spec.train.seed)
     task, spec = take_task(spec, given)
@@ -60,4 +60,4 @@ def prepare(
     assembly = assemble(spec, task, mesh=mesh)
     checked = preflight.check(assembly, is_again=chosen.is_again)
     notes = [*assembly.notes, *checked]
-    return Prepared(task, program, assembly, choose, chosen.damaged, notes)
+    return PreparedRun(task, program, assembly, choose, chosen.damaged, notes)

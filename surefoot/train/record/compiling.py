@@ -10,7 +10,7 @@ from torch import nn
 
 from surefoot.components.compiler import CompiledRegions, compile_regions
 from surefoot.components.compiler.modes import why_default
-from surefoot.components.memory import Recomputed, find_blocks
+from surefoot.components.memory import RecomputeHandle, find_blocks
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import Compilation
 from surefoot.contract.task import Resolved
@@ -107,7 +107,7 @@ def compile_as_stated(
     model: nn.Module,
     stepper: Stepper,
     updates: list[LiveUpdate],
-    recomputed: Recomputed,
+    recomputed: RecomputeHandle,
 ) -> CompiledRegions | None:
     """Compile what [compile] names, with the recomputation that was set up before.
 
@@ -139,7 +139,7 @@ def compile_as_stated(
     )
 
 
-def _check_around(regions: Iterable[str], recomputed: Recomputed) -> None:
+def _check_around(regions: Iterable[str], recomputed: RecomputeHandle) -> None:
     """Raise SpecError for a compiled region inside a block that recomputes single operators.
 
     Compiled code overwrites its intermediate results, so that these cannot be kept.

@@ -12,7 +12,7 @@ from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.record.telling import Telling
 from surefoot.train.step import Stepper
 
-MOST_SHAPES = 8  # of whole batches: one, the short last one, and some more
+MAX_SHAPES = 8  # of whole batches: one, the short last one, and some more
 
 
 @final
@@ -32,7 +32,7 @@ class TimedConvolutions:
         )
 
     def __call__(self, number: int) -> StepReport:
-        if self._stepper.saw is not None and len(self._shapes) > MOST_SHAPES:
+        if self._stepper.saw is not None and len(self._shapes) > MAX_SHAPES:
             self._stepper.saw = None
             torch.backends.cudnn.benchmark = False
             said = (

@@ -21,7 +21,7 @@ from surefoot.core.units import format_bytes, format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.out_of_memory import WithinMemory
 from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
-from surefoot.train.quiet import untouched
+from surefoot.train.quiet import preserve_state
 from surefoot.train.record.convolutions import TimedConvolutions
 from surefoot.train.record.noticed.in_place import WatchedForWrites
 from surefoot.train.record.noticed.unfreezing import Unfreezing
@@ -79,7 +79,7 @@ class PeakCheck:
                     "the source returns each batch once, and the prediction would "
                     "consume the first batch"
                 )
-            with untouched(assembly.model, assembly.task.state), torch.enable_grad():
+            with preserve_state(assembly.model, assembly.task.state), torch.enable_grad():
                 return predict(
                     assembly.spec,
                     assembly.task,

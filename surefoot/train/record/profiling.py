@@ -87,7 +87,7 @@ class Profiling:
                 if self._request.exists():
                     self._take_request(report.step)
             return
-        with self._contained():
+        with self._suppress_window_errors():
             self._profiler.step_done(int(report.epoch))
             self._listen()
         if self._asked is not None and self._profiler is not None and self._profiler.is_done:
@@ -106,7 +106,7 @@ class Profiling:
         self._clock.listener = None
         if self._profiler is None or self._profiler.is_done:
             return
-        with self._contained():
+        with self._suppress_window_errors():
             has_any = self._profiler.close()
             self._listen()
             if self._asked is not None:
@@ -115,7 +115,7 @@ class Profiling:
                 )
 
     @contextlib.contextmanager
-    def _contained(self) -> Any:
+    def _suppress_window_errors(self) -> Any:
         """Return a context in which an error of a requested window does not fail the run.
 
         The error is written as the answer to the request.
@@ -135,7 +135,7 @@ class Profiling:
     def _take_request(self, step: int) -> None:
         """Open the window that the request file asks for, and remove the file."""
         self._asked = ""
-        with self._contained():
+        with self._suppress_window_errors():
             text = files.read_text(self._run, f"{FOLDER}/{REQUEST_FILE}")
             self._request.unlink()
             asked = _checked(text)

@@ -133,7 +133,7 @@ class Scores:
             "split": self.last.split,
         }
 
-    def ended(self, run: Run) -> events.Ended:
+    def make_ended_record(self, run: Run) -> events.Ended:
         """Return the Ended record of an attempt."""
         summary = run.summary
         return events.Ended(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surefoot.components.checkpoint import Saved
+from surefoot.components.checkpoint import SaveResult
 from surefoot.components.data.loader import Loader, LoaderNotice
 from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
 from surefoot.components.profiler import LOGGING, PhaseClock
@@ -112,14 +112,14 @@ class Telling:
             self.fault(GuardFault(step, "compile", action, detail))
         compiling.raise_if_over()
 
-    def evaluated(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
+    def log_evaluation(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
         """Record an evaluation and print its score."""
         with self._clock.within(LOGGING):
             self.write(event)
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
 
-    def committed(self, saved: Saved, num_bytes: int) -> None:
+    def log_checkpoint(self, saved: SaveResult, num_bytes: int) -> None:
         """Record that a checkpoint is on disk."""
         self.write(
             events.Committed(

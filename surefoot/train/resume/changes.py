@@ -23,7 +23,7 @@ from surefoot.contract.events import Started
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError, SurefootError
 
-MOST_SHOWN = 6
+MAX_SHOWN = 6
 Verdict = Literal["in place", "fork", "refused"]
 
 
@@ -244,9 +244,9 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
     if not found:
         text = f"{run} is the run of a different spec ({started.spec_id}, now {spec_id})"
         return RunFolderError(text, hint="give another --run folder, or --fresh")
-    more = f", and {len(found) - MOST_SHOWN} more keys differ" if len(found) > MOST_SHOWN else ""
+    more = f", and {len(found) - MAX_SHOWN} more keys differ" if len(found) > MAX_SHOWN else ""
     return RunFolderError(
-        f"{run} is the run of a different spec: {'; '.join(map(str, found[:MOST_SHOWN]))}{more}",
+        f"{run} is the run of a different spec: {'; '.join(map(str, found[:MAX_SHOWN]))}{more}",
         hint="\n".join(_ways(run, found)),
     )
 

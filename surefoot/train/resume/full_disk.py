@@ -83,7 +83,7 @@ class Patience:
         self._first: tuple[int, float] | None = None
         self._ending: StorageError | None = None
 
-    def saved(self) -> None:
+    def on_saved(self) -> None:
         """Reset the time after a successful save."""
         self._first = None
 
@@ -91,7 +91,7 @@ class Patience:
         """Return whether `error` is the one that ends the run."""
         return error is self._ending
 
-    def refused(self, error: StorageError, step: int) -> None:
+    def on_failed(self, error: StorageError, step: int) -> None:
         """Raise StorageError if saves have failed for longer than the limit, or `error` says so."""
         if error is self._ending:
             raise error

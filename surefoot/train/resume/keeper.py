@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from surefoot.components import checkpoint
-from surefoot.components.checkpoint import Commit, Content, Saved, Stamp
+from surefoot.components.checkpoint import Commit, Content, SaveResult, Stamp
 from surefoot.components.stability import GuardFault
 from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.manifest import Manifest
@@ -176,7 +176,7 @@ class CheckpointManager:
         more: Mapping[str, Any],
         clock: Mapping[str, float],
         score: Mapping[str, Any] | None,
-        tell: Callable[[Saved], None],
+        tell: Callable[[SaveResult], None],
         *,
         last: bool = False,
         asked: bool = False,
@@ -200,7 +200,7 @@ class CheckpointManager:
         more: Mapping[str, Any],
         clock: Mapping[str, float],
         score: Mapping[str, Any] | None,
-        tell: Callable[[Saved], None],
+        tell: Callable[[SaveResult], None],
         *,
         last: bool,
         asked: bool,
@@ -240,8 +240,8 @@ class CheckpointManager:
             if copied:
                 self.before_update()
         else:
-            tell(self._taken(self._saver.save_now(_together(content, moving))))
-        self._pace.resumed(is_regular=is_regular)
+            tell(self._on_save_result(self._saver.save_now(_together(content, moving))))
+        self._pace.start_training_time(is_regular=is_regular)
 
     def _are_on_disk(self, content: Content, *, texts: bool) -> bool:
         is_there = self._is_on_disk(content, texts=texts)
@@ -317,29 +317,29 @@ class CheckpointManager:
         for trouble in troubles:
             telling.give_up("its copy in the store", trouble, step)
 
-    def refused(self, telling: Telling, error: StorageError, step: int) -> None:
+    def on_failed_save(self, telling: Telling, error: StorageError, step: int) -> None:
         """Record a failed save. Raises StorageError after `checkpoint.max_unsaved` without one."""
         if not self._patience.is_over(error):
             telling.give_up("this commit", error, step)
-        self._patience.refused(error, step)
+        self._patience.on_failed(error, step)
 
     def before_update(self) -> None:
         """Wait for the copy of weights and optimizer state; called before the optimizer step."""
         self._saver.before_update()
         self._assembly.engine.stepper.before_update = None
 
-    def settle(self, tell: Callable[[Saved], None], *, wait: bool = False) -> None:
+    def settle(self, tell: Callable[[SaveResult], None], *, wait: bool = False) -> None:
         """Report the result of the save in flight, if it is known or `wait` is true."""
         if wait:
             self.before_update()
         done = self._saver.finish(wait=wait)
         if done is not None:
-            tell(self._taken(done))
+            tell(self._on_save_result(done))
 
-    def _taken(self, saved: Saved) -> Saved:
+    def _on_save_result(self, saved: SaveResult) -> SaveResult:
         if saved.manifest is not None:
             self.saved_step = saved.step
-            self._patience.saved()
+            self._patience.on_saved()
         self._took = (saved.step, saved.elapsed_s)
         self._pace.compare(saved.step, saved.elapsed_s, None)
         return saved

@@ -102,7 +102,7 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
     if group.is_alone:
         return
     found: dict[int, str] = {}
-    for among, words, tensors in state.compared(group):
+    for among, words, tensors in state.replicated_state(group):
         found |= {
             rank: what
             for rank, what in _find(group, among, words, tensors).items()

@@ -51,7 +51,7 @@ class SaveRhythm:
         """
         return None if self._since_s is None or not is_regular else time.monotonic() - self._since_s
 
-    def resumed(self, *, is_regular: bool) -> None:
+    def start_training_time(self, *, is_regular: bool) -> None:
         """Start the time of training, when the save is done or is written in the background."""
         self._since_s = time.monotonic() if is_regular else None
 

@@ -31,7 +31,7 @@ from surefoot.train.resume.changes import Change
 from surefoot.train.resume.program import Program, tell_versions
 from surefoot.train.resume.state import LiveState
 
-MOST_SHOWN = 8
+MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Begun:
+class RunStart:
     """Start of the new run: `step`, the counters `saved`; `parent` goes into its manifests."""
 
     step: int
@@ -58,7 +58,7 @@ class Begun:
     saved: Mapping[str, Any] | None = None
 
 
-def begin(start: Start, assembly: Assembly) -> Begun:
+def begin(start: Start, assembly: Assembly) -> RunStart:
     """Load the checkpoint into the new run's objects.
 
     Raises RunFolderError if the checkpoint is damaged or does not fit, SpecError if the spec does
@@ -73,7 +73,7 @@ def begin(start: Start, assembly: Assembly) -> Begun:
         "spec_id": commit.manifest.spec_id,
     }
     if start.weights_only:
-        return Begun(
+        return RunStart(
             0,
             {**parent, "weights_only": True},
             (_load_weights(commit, assembly, partial=start.partial),),
@@ -103,11 +103,13 @@ def begin(start: Start, assembly: Assembly) -> Begun:
     same.check_alike(group, state, start.step)
     if total is None:
         _check_time_left(commit, saved, assembly)
-    return Begun(start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved)
+    return RunStart(
+        start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved
+    )
 
 
 def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembly) -> None:
-    with checkpoint.taken_from(commit.folder):
+    with checkpoint.as_run_folder_errors(commit.folder):
         spent_s = float(saved["clock"]["training_s"])
     if spent_s >= assembly.course.length.value:
         raise SpecError(
@@ -195,7 +197,7 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
     """
     if not chosen.stated:
         return
-    before, now = (_overruled(tables, task) for tables in (chosen.stated, spec.as_tables()))
+    before, now = (_overridden_parts(tables, task) for tables in (chosen.stated, spec.as_tables()))
     for key in (key for key in now if now[key] != before[key]):
         how = "sets" if now[key] else "does not set"
         raise SpecError(
@@ -209,7 +211,7 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
         )
 
 
-def _overruled(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
+def _overridden_parts(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
     """Return which parts of the task the spec overrides by giving the key, whatever the value."""
     table = tables.get("optim", {})
     is_named = task.optimizer is not None and table.get("name", "task") != "task"
@@ -268,7 +270,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     stored = commit.pieces(checkpoint.MODEL)
     own = {
         name: master_of(each)
-        for name, each in checkpoint.held_by(assembly.model, stored).tensors.items()
+        for name, each in checkpoint.module_state(assembly.model, stored).tensors.items()
     }
     # a rank may hold some rows of each
     shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}
@@ -330,5 +332,5 @@ def _told(num_loaded: int, num_stored: int, others: Mapping[str, Sequence[str]])
     parts = [f"loaded {num_loaded} of {num_stored} tensors"]
     for what, names in others.items():
         if names:
-            parts.append(f"{what}: {name_some(names, MOST_SHOWN)}")
+            parts.append(f"{what}: {name_some(names, MAX_SHOWN)}")
     return "; ".join(parts)

@@ -23,13 +23,13 @@ from surefoot.components.checkpoint import Commit, Content
 from surefoot.components.optim import master_of, publish
 from surefoot.components.parallel import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
-from surefoot.contract.state import Part, laid_by, part_of
+from surefoot.contract.state import Part, mark_same_part, part_of
 from surefoot.runtime.attributes import check_attributes, put_back_attributes
 from surefoot.runtime.comm import ALONE, Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import read_entry
 from surefoot.train.resume.per_rank import rank_state, unsent
-from surefoot.train.resume.per_rank.rank_state import Gathered
+from surefoot.train.resume.per_rank.rank_state import PerRankState
 from surefoot.train.resume.put_back import check_fit, put_back_task_state, put_back_training
 from surefoot.train.resume.state_files import (
     CLOCK,
@@ -86,7 +86,9 @@ class LiveState:
 
         The state of the optimizers is counted where they have made it already, else estimated.
         """
-        held = {id(tensor): tensor for tensor in checkpoint.held_by(self._model).tensors.values()}
+        held = {
+            id(tensor): tensor for tensor in checkpoint.module_state(self._model).tensors.values()
+        }
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
         trained = sum(
             p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad
@@ -113,7 +115,7 @@ class LiveState:
             return False
         return (
             self._sharded is not None
-            or bool(unsent.held_by(self._ranks, self._names))
+            or bool(unsent.powersgd_state_of(self._ranks, self._names))
             or self._has_words
         )
 
@@ -126,14 +128,16 @@ class LiveState:
     def _group(self) -> Group:
         return ALONE if self._ranks is None else self._ranks.group
 
-    def gather(self) -> Gathered:
+    def gather(self) -> PerRankState:
         """Return the state that only single ranks hold, by file, on rank 0; nothing on the others.
 
         Every rank must call this. Raises NumbersError if ranks differ in an entry that the task
         declares replicated.
         """
         found = (
-            rank_state.gather(self._group, self._assembly.task) if self._has_words else Gathered()
+            rank_state.gather(self._group, self._assembly.task)
+            if self._has_words
+            else PerRankState()
         )
         return found._replace(tensors=found.tensors | unsent.gather(self._ranks, self._names))
 
@@ -142,7 +146,7 @@ class LiveState:
         step: int,
         more: Mapping[str, Any],
         clock: Mapping[str, float],
-        of_ranks: Gathered | None = None,
+        of_ranks: PerRankState | None = None,
     ) -> tuple[Content, Files]:
         """Return the contents of a checkpoint of `step`: copies, and tensors that are still live.
 
@@ -168,7 +172,10 @@ class LiveState:
             **({} if self._sharded is not None else index_weights(weights, moving)),
             **write_config(self._model),
         }
-        gathered, texts = (of_ranks or Gathered()).tensors, texts | (of_ranks or Gathered()).texts
+        gathered, texts = (
+            (of_ranks or PerRankState()).tensors,
+            texts | (of_ranks or PerRankState()).texts,
+        )
         finite = {
             name for name, parameter in self._model.named_parameters() if parameter.requires_grad
         }
@@ -239,7 +246,7 @@ class LiveState:
 
     def check(self) -> None:
         """Raise TaskError for state that a checkpoint cannot hold, before the first save."""
-        for name, tensor in checkpoint.held_by(self._model).tensors.items():
+        for name, tensor in checkpoint.module_state(self._model).tensors.items():
             checkpoint.check_storable(name, tensor)
         self._split({})
 
@@ -261,7 +268,7 @@ class LiveState:
         averages = self._averages()
         trained, frozen = name_weight_files(self._model)
         seen: set[Any] = set()
-        for name, tensor in checkpoint.held_by(self._model).tensors.items():
+        for name, tensor in checkpoint.module_state(self._model).tensors.items():
             checkpoint.check_storable(name, tensor)
             if self._held:
                 key: Any = id(master_of(tensor))
@@ -290,7 +297,7 @@ class LiveState:
 
     def _tree(self) -> dict[str, Any]:
         average, feed = self._assembly.engine.average, self._assembly.feed
-        held, task_state = checkpoint.held_by(self._model), self._task_state()
+        held, task_state = checkpoint.module_state(self._model), self._task_state()
         return {
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
@@ -346,7 +353,7 @@ class LiveState:
             for part in dict.fromkeys((*found, *words))
         }
 
-    def compared(self, group: Group) -> list[tuple[Group, str, dict[str, Tensor]]]:
+    def replicated_state(self, group: Group) -> list[tuple[Group, str, dict[str, Tensor]]]:
         """Return the state that ranks hold alike: the group, a digest of non-tensors, the tensors.
 
         All ranks of `group` hold the buffers, and unsharded weights; replicas also hold the master
@@ -387,12 +394,12 @@ class LiveState:
         task.
         """
         skeleton = commit.json("state.json")
-        with checkpoint.taken_from(commit.folder):
+        with checkpoint.as_run_folder_errors(commit.folder):
             self._assembly.trained.restore(self._assembly, skeleton)
-        held_tensors = checkpoint.held_by(self._model, commit.pieces(checkpoint.MODEL)).tensors
+        held_tensors = checkpoint.module_state(self._model, commit.pieces(checkpoint.MODEL)).tensors
         own = {name: master_of(tensor) for name, tensor in held_tensors.items()}
         check_fit(self._group, self._assembly, commit, skeleton)
-        with checkpoint.taken_from(commit.folder):
+        with checkpoint.as_run_folder_errors(commit.folder):
             checkpoint.check_buffers(self._model, skeleton["buffers"])
             if not keep_buffers:
                 check_attributes(self._model, skeleton.get("attributes", {}))
@@ -411,7 +418,7 @@ class LiveState:
             else {}
         )
         tensors = moments | commit.read(STATE)
-        with checkpoint.taken_from(commit.folder):
+        with checkpoint.as_run_folder_errors(commit.folder):
             tree = {
                 **checkpoint.join(skeleton, tensors, commit.folder),
                 "clock": commit.json("clock.json"),
@@ -427,7 +434,7 @@ class LiveState:
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
         checkpoint.put_back_extra(self._model, extra)
         put_back_task_state(self._task_state(), task)
-        with checkpoint.taken_from(commit.folder):
+        with checkpoint.as_run_folder_errors(commit.folder):
             self._assembly.told.extend(unsent.restore(self._ranks, self._names, commit))
             checkpoint.restore_random(random)
         return tree
@@ -461,7 +468,7 @@ class LiveState:
             fits = held is not None and held.ndim > 0 and tuple(held.shape) == piece.shape
             return held if held is not None and fits else checkpoint.create("", piece)
         rows = replace(piece, shape=tuple(moved.shape))
-        return laid_by(
+        return mark_same_part(
             held if held is not None and held.shape == moved.shape else checkpoint.create("", rows),
             moved,
         )

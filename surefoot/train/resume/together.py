@@ -42,7 +42,7 @@ UNWATCHED = (
 
 
 @contextlib.contextmanager
-def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
+def join_ranks(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
     """Return a context with the ranks of this run; messages on the transport go to `notes`.
 
     Raises InputError for a layout that does not fit the ranks, for features that do not work on
@@ -79,7 +79,7 @@ def joined(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
         yield group
 
 
-def meshed(group: Group, spec: RunSpec) -> Mesh:
+def make_mesh(group: Group, spec: RunSpec) -> Mesh:
     """Return the mesh of the ranks as `[layout]` says."""
     table = spec.layout
     return lay_out(
@@ -236,7 +236,7 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
 
 
 @contextlib.contextmanager
-def taken(
+def acquire_run_folder(
     group: Group, choice: Callable[[], Chosen], spec: RunSpec | None
 ) -> Iterator[tuple[Chosen, RunLock]]:
     """Return a context in which rank 0 holds the run folder.
@@ -244,7 +244,7 @@ def taken(
     The other ranks get its path and write only to the folder that `home_of` returns.
     """
     if group.is_first:
-        with folder.taken(choice, spec) as (chosen, lock):
+        with folder.acquire_run_folder(choice, spec) as (chosen, lock):
             row = {
                 "folder": str(chosen.folder.resolve()),
                 "is_again": chosen.is_again,
@@ -356,7 +356,7 @@ def state_of(loader: Loader) -> dict[str, Any]:
     return state
 
 
-class Asked(Protocol):
+class SaveRequests(Protocol):
     """Save requests: whether a signal asked for one, and whether one was done since then."""
 
     is_asked: bool
@@ -364,7 +364,7 @@ class Asked(Protocol):
 
 
 def is_over(
-    group: Group, stop: tuple[str, str] | None, code: int, is_time: bool, keeper: Asked
+    group: Group, stop: tuple[str, str] | None, code: int, is_time: bool, keeper: SaveRequests
 ) -> tuple[tuple[str, str] | None, int, bool]:
     """Return what all ranks do next: the reason to stop, the exit code, and whether time is over.
 

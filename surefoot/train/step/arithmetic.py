@@ -86,9 +86,13 @@ def move(
         norm = norm + 0.0 * loss
     finite = torch.isfinite(norm)
     factor = (
-        _once(torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0)) if clip else None
+        _as_constants(torch.where(finite, (clip / (norm + CLIP_EPS)).clamp(max=1.0), 1.0))
+        if clip
+        else None
     )
-    limited = [None if grad is None else _limited(grad, factor, clip_value) for grad in grads]
+    limited = [
+        None if grad is None else _scale_and_clip(grad, factor, clip_value) for grad in grads
+    ]
     if clip_value is not None:
         norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in limited]
     elif factor is not None:
@@ -99,12 +103,12 @@ def move(
     return norm, finite, limited
 
 
-def _once(scalars: Tensor) -> Tensor:
+def _as_constants(scalars: Tensor) -> Tensor:
     """Return `scalars` so that a compiler computes them once, not for every element of a tensor."""
     return torch.as_strided(scalars, scalars.shape, scalars.stride())
 
 
-def _limited(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
+def _scale_and_clip(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
     # a scalar would take the dtype of the factor
     grad = grad if factor is None else (grad * factor).to(grad.dtype)
     return grad if limit is None else grad.clamp(-limit, limit)
@@ -157,7 +161,7 @@ def _rate(rule: UpdateRule, param: Tensor, size: Tensor, rate: Tensor, wide: tor
             rule.trust_coefficient * weights / (size + rule.decay * weights),
             1.0,
         )
-    return _once(rate.to(wide))
+    return _as_constants(rate.to(wide))
 
 
 def _move_by_momentum(
@@ -177,7 +181,7 @@ def _move_by_momentum(
 def _corrections(rule: UpdateRule, counts: Tensor, wide: torch.dtype) -> Tensor:
     """Return the bias corrections (2, counts): 1 - beta1^t and sqrt(1 - beta2^t) for each count."""
     first, second = (1.0 - beta**counts for beta in rule.betas)
-    return _once(torch.stack((first, second.sqrt())).to(wide))
+    return _as_constants(torch.stack((first, second.sqrt())).to(wide))
 
 
 def _move_by_moments(
@@ -202,10 +206,12 @@ def _move_by_moments(
         if rule.adapt:
             weights, length = torch.linalg.vector_norm(param), torch.linalg.vector_norm(way)
             rate = rate * torch.where((weights > 0) & (length > 0), weights / length, 1.0)
-        _put(param, param - _once(rate.to(root)) * way, finite)
+        _put(param, param - _as_constants(rate.to(root)) * way, finite)
         return
-    start = param if rule.name == "adam" else param * _once((1.0 - rate * rule.decay).to(root))
-    step = _once((rate / of_mean).to(root))
+    start = (
+        param if rule.name == "adam" else param * _as_constants((1.0 - rate * rule.decay).to(root))
+    )
+    step = _as_constants((rate / of_mean).to(root))
     _put(param, start - step * mean / (square.sqrt() / root + rule.eps), finite)
 
 

@@ -60,7 +60,7 @@ class Paces:
             self._passes[0].record()
         self._work = float(num_samples), float(sum(map(count_numbers, batches)))
 
-    def passed(self) -> None:
+    def end_passes(self) -> None:
         """Record the end of this rank's forward and backward passes."""
         if self._passes:
             self._passes[1].record()

@@ -18,7 +18,7 @@ from surefoot.components.parallel import (
     Totals,
 )
 from surefoot.components.parallel.alike import find_apart
-from surefoot.components.parallel.exact import Ordered, VirtualRanks
+from surefoot.components.parallel.exact import OrderedGradientSum, VirtualRanks
 from surefoot.components.parallel.renormed import JoinedRenorms
 from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from surefoot.components.parallel.totals import Row
@@ -47,7 +47,7 @@ class Ranks:
         num_virtual: int | None = None,
     ) -> None:
         self._virtual = None if num_virtual is None else VirtualRanks(num_virtual, group)
-        self._ordered: list[Ordered] = []
+        self._ordered: list[OrderedGradientSum] = []
         self._rows: list[dict[str, Row]] = []  # the loss terms of each virtual rank that is over
         self.group = group
         self._updates = updates
@@ -111,7 +111,7 @@ class Ranks:
             )
             for each in leaves
         ]
-        self._ordered = [Ordered(each) for each in leaves] if is_exact else []
+        self._ordered = [OrderedGradientSum(each) for each in leaves] if is_exact else []
 
     def step(self, number: int) -> None:
         """Start a step, when its samples are requested."""
@@ -166,7 +166,7 @@ class Ranks:
         Gradients that need a factor first are left to `finish`.
         """
         if not self._was_told:
-            self.paces.passed()
+            self.paces.end_passes()
         if self._virtual is not None:
             self._ordered[index].put_back()
         if not self.replicas[index].asks_factor:
@@ -202,7 +202,7 @@ class Ranks:
     def end(self, number: int) -> None:
         """Finish the collectives of a step after all passes and updates."""
         if not self._was_told:
-            self.paces.passed()
+            self.paces.end_passes()
             self.add("", {})
         if self.sharded is not None:
             self.sharded.end()

@@ -22,7 +22,7 @@ from surefoot.core.ranks.pieces import check_equal_passes, check_pieces
 from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
 
-LEAST_BATCHES = 4  # with fewer batches no worker is started
+MIN_BATCHES = 4  # with fewer batches no worker is started
 INSTEAD_OF_A_LOADER = (
     ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.data"
 )
@@ -191,7 +191,7 @@ def read_once(
         source, _EveryNth(num_samples, 0, shuffle=False, batch=batch, share=share), batch=batch
     )
     steps = feed.steps_per_epoch or 0
-    plain = steps < LEAST_BATCHES or isinstance(source, Iterated)
+    plain = steps < MIN_BATCHES or isinstance(source, Iterated)
     loader = Loader(
         feed, Reader(source, None, seed), LoaderSettings() if plain else settings, last=steps
     )

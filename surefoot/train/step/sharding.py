@@ -26,7 +26,7 @@ from surefoot.train.step.update import LiveUpdate
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
-class Paced(Protocol):
+class Intervals(Protocol):
     """Length of a run, and its intervals."""
 
     @property
@@ -162,7 +162,7 @@ def make_ranks(
     model: nn.Module,
     updates: Sequence[LiveUpdate],
     sharded: Sharded | None,
-    course: Paced,
+    course: Intervals,
 ) -> Ranks:
     """Return the collective parts of a step, as `[layout]` says.
 

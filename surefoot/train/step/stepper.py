@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data import Feed, Iterated, Keys
-from surefoot.components.data.loader import Ahead, Loader, Reader, Taken
+from surefoot.components.data.loader import Ahead, Loader, Reader, StepBatches
 from surefoot.components.data.order import derive, mix
 from surefoot.components.optim import (
     GuardedUpdate,
@@ -179,7 +179,7 @@ class Stepper:
             report.scaling = Scaling(self._scaler.scale, overflowed)
         return report
 
-    def _begin(self, taken: Taken, batches: list[Batch]) -> tuple[Sequence[int | None], int]:
+    def _begin(self, taken: StepBatches, batches: list[Batch]) -> tuple[Sequence[int | None], int]:
         """Start the computation of a step; return the samples of each batch, and of all.
 
         The number of a batch is None if the source does not know it.
@@ -212,7 +212,7 @@ class Stepper:
             self.clock.switch(COMMUNICATION)
             self.ranks.end(number)
         if applied is not True:
-            self._buffers.put_back_unless(applied)
+            self._buffers.restore_unless(applied)
         if self.ranks is not None:
             self.ranks.look(number, applied)
             self.clock.switch(OPTIMIZER)
@@ -227,9 +227,9 @@ class Stepper:
         if self.ranks is not None:
             self.ranks.paces.end()
 
-    def take_back(self) -> None:
+    def undo_failed_step(self) -> None:
         """Undo a step that failed before any weight changed; the next step clears gradients."""
-        self._buffers.put_back()
+        self._buffers.restore()
         if self._is_first and self.record is not None:
             self.record.leave()
             self.record = None
@@ -247,10 +247,10 @@ class Stepper:
                 factors = [self._factors.of(term, counts, None) for term in terms]
                 backward([term.total for term in terms], factors)
             update.guarded.clear_gradients()
-        self._buffers.put_back()
+        self._buffers.restore()
 
     def _place(
-        self, taken: Taken, peek: Callable[[int], Taken | None] | None = None
+        self, taken: StepBatches, peek: Callable[[int], StepBatches | None] | None = None
     ) -> list[Batch]:
         """Return the batches on the device and start the copy of the next step's from `peek`."""
         batches = taken.batches
@@ -268,7 +268,7 @@ class Stepper:
                 self.saw(batch)
         return batches
 
-    def _count_samples(self, taken: Taken) -> list[int | None]:
+    def _count_samples(self, taken: StepBatches) -> list[int | None]:
         """Return the sample count of each batch of an iterable; None if the batch does not say."""
         source: Any = self._feed.source
         epoch, pairs = taken.window.epoch, zip(taken.ids, taken.batches, strict=True)
@@ -304,7 +304,11 @@ class Stepper:
             self.ranks.open(index, self._first, self._num_cut)
         if is_split or self._hooks.is_split:
             self._hooks.begin(is_split=is_split)
-        with _INSIDE if self.ranks is None and self._look is None else self._inside() as gathered:
+        with (
+            _INSIDE
+            if self.ranks is None and self._look is None
+            else self._pass_context() as gathered
+        ):
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
@@ -354,7 +358,7 @@ class Stepper:
         if self.ranks is not None:
             self.ranks.replicas[index].keep(applied)
         if self.noise is not None:
-            self._add_noise(self.noise, first, mine[terms[0].name][1], norm, factor)
+            self._update_noise_scale(self.noise, first, mine[terms[0].name][1], norm, factor)
         return norm, applied, self._scaler is not None and has_overflowed(norm, factor)
 
     def _begin_split_pass(
@@ -389,7 +393,7 @@ class Stepper:
             factor = factor / self._scaler.scale
         return factor
 
-    def _add_noise(
+    def _update_noise_scale(
         self,
         noise: GradientNoise,
         first: tuple[float | Tensor, Count],
@@ -463,7 +467,7 @@ class Stepper:
         return norm, True
 
     @contextmanager
-    def _inside(self) -> Iterator[Gathering]:
+    def _pass_context(self) -> Iterator[Gathering]:
         """Return a context for an update's passes: all_gather, and the first step's observers."""
         with Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
             if self._look is None:

@@ -18,7 +18,7 @@ from surefoot.core.units import name_some, parse_bytes
 if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
 
-MOST_NAMED = 3
+MAX_NAMED = 3
 FROM_START = (
     "leave it unfrozen in model(); or train in two runs, "
     "the second of which starts with --weights FIRST_RUN"
@@ -129,7 +129,7 @@ class TrainedSet:
 
 
 def _list(names: Sequence[str]) -> str:
-    return name_some(names, MOST_NAMED)
+    return name_some(names, MAX_NAMED)
 
 
 def _it(names: Sequence[str]) -> str:
@@ -169,7 +169,9 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
         ranks.use_buckets(parse_bytes(table.bucket_size), parse_bytes(table.first_bucket_size))
 
 
-def _build(assembly: Assembly, trained: Sequence[optim.Named]) -> Sequence[torch.optim.Optimizer]:
+def _build(
+    assembly: Assembly, trained: Sequence[optim.GroupedParameter]
+) -> Sequence[torch.optim.Optimizer]:
     table, own = optim.table_of(assembly.spec.optim, trained), assembly.task.optimizer
     if own is None or ("name" in table.model_fields_set and table.name != "task"):
         return optim.build(table, trained).optimizers

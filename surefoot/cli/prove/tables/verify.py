@@ -22,7 +22,7 @@ def print_resume(found: Verdict, spec: str) -> None:
         (
             "two uninterrupted runs",
             f"{found.num_steps} steps each",
-            _told(found.repeat, "bitwise identical"),
+            _describe_difference(found.repeat, "bitwise identical"),
         )
     ]
     if found.repeat is None:
@@ -33,7 +33,7 @@ def print_resume(found: Verdict, spec: str) -> None:
             (
                 f"killed {len(found.kills)} time{'s' * (len(found.kills) != 1)} and resumed",
                 f"after step{'s' * (len(found.kills) != 1)} {kills}",
-                _told(found.resume, "bitwise identical"),
+                _describe_difference(found.resume, "bitwise identical"),
             )
         )
     print_table(("test", "how", "outcome"), rows)
@@ -52,7 +52,7 @@ def print_resume(found: Verdict, spec: str) -> None:
     print(f"verdict: {spec} {'resumes exactly' if found.holds else _fails(found)}")
 
 
-def _told(difference: Any, same: str) -> str:
+def _describe_difference(difference: Any, same: str) -> str:
     if difference is None:
         return same
     where = "in the last checkpoint" if difference.step is None else f"at step {difference.step}"

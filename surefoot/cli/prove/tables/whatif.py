@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from surefoot.components.compiler.kernels import Graph
     from surefoot.prove.whatif.batch import Split, Splits
     from surefoot.prove.whatif.compiled import CompileTiming, Ways
-    from surefoot.prove.whatif.fit import Fitted
-    from surefoot.prove.whatif.noise import NoiseLab
+    from surefoot.prove.whatif.fit import FitSearch
+    from surefoot.prove.whatif.noise import GradientNoiseResult
     from surefoot.prove.whatif.recompute import Recomputing
 
 
@@ -175,7 +175,7 @@ def print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
         print(path)
 
 
-def print_largest(found: Fitted) -> None:
+def print_largest(found: FitSearch) -> None:
     """Print the microbatches that were tried, and the largest that fits."""
     from surefoot.prove.whatif.fit import MARGIN, usable
 
@@ -216,7 +216,7 @@ def print_largest(found: Fitted) -> None:
     print(f"{found.conditions.get('processor')}, torch {found.conditions.get('torch')}")
 
 
-def print_noise(lab: NoiseLab) -> None:
+def print_noise(lab: GradientNoiseResult) -> None:
     """Print how the gradients of batches vary, and the noise scale."""
     rows = [
         [f"{each.batch:,}", format_number(each.variance), str(each.pairs)] for each in lab.levels

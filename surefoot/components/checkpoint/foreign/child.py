@@ -218,7 +218,7 @@ def _read_dcp(source: Path) -> dict[str, Any]:
         tree: dict[str, Any] = {}
         for name, entry in entries.items():
             path = paths.get(name) if isinstance(paths, dict) else None
-            read = _assembled if "size" in entry.fields else _plain_value
+            read = _assemble_tensor if "size" in entry.fields else _plain_value
             _place(
                 tree,
                 path if isinstance(path, tuple) and path else (name,),
@@ -239,7 +239,7 @@ def _read_dcp(source: Path) -> dict[str, Any]:
         ) from None
 
 
-def _assembled(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tensor:
+def _assemble_tensor(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Tensor:
     shape = tuple(int(size) for size in entry.size)
     whole: Tensor | None = None
     done = 0

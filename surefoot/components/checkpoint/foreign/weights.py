@@ -33,7 +33,7 @@ from surefoot.core.units import name_some
 
 CHILD = "surefoot.components.checkpoint.foreign.child"
 PACKAGE = Path(__file__).resolve().parents[4]  # the folder that contains surefoot/
-MOST_TOLD = 8
+MAX_NAMED = 8
 # how the child begins the reason for a tensor that it left out; other entries are not weights
 LOST = "a tensor "
 SPARE_BYTES = 1 << 30  # memory that reading may take in addition to three times the file size
@@ -44,7 +44,7 @@ WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", 
 
 
 @dataclass(frozen=True)
-class Foreign:
+class ForeignFile:
     """Contents of a foreign file: tensors and plain values by path, with parts joined by `/`.
 
     `left_out` gives the reason for each entry that was not read. `unbounded` names the resources
@@ -59,7 +59,7 @@ class Foreign:
     is_flat: bool = False
 
 
-def open_foreign(path: Path) -> Foreign:
+def open_foreign(path: Path) -> ForeignFile:
     """Read a foreign file or folder in a confined process, without running code from the file.
 
     Raises InputError for a file that is refused.
@@ -79,7 +79,7 @@ def open_foreign(path: Path) -> Foreign:
                 f"{path} cannot become a checkpoint: {reason}",
                 hint="convert only the weights, or convert them in parts",
             ) from None
-        return Foreign(
+        return ForeignFile(
             tensors, found["values"], found["left_out"], tuple(found["unbounded"]), found["is_flat"]
         )
 
@@ -167,7 +167,9 @@ def _check_own(path: Path) -> None:
 # ---- selecting the weights
 
 
-def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> dict[str, Tensor]:
+def choose_weights(
+    found: ForeignFile, key: str | None = None, strip: str = ""
+) -> dict[str, Tensor]:
     """Return the weights among the tensors: those under `key`, by default that of `find_key`.
 
     `strip` is a prefix such as `module.`, which is removed from each name that starts with it.
@@ -211,7 +213,7 @@ def choose_weights(found: Foreign, key: str | None = None, strip: str = "") -> d
     return stripped
 
 
-def list_others(found: Foreign, key: str) -> list[str]:
+def list_other_entries(found: ForeignFile, key: str) -> list[str]:
     """Return the entries that are not weights: the names below `key`, and the first path part of
     all others.
     """
@@ -226,14 +228,14 @@ def list_others(found: Foreign, key: str) -> list[str]:
 
 
 def _reasons(lost: Mapping[str, str]) -> str:
-    return name_some([f"{name[:100]} ({why})" for name, why in lost.items()], MOST_TOLD)
+    return name_some([f"{name[:100]} ({why})" for name, why in lost.items()], MAX_NAMED)
 
 
-def _is_chosen(found: Foreign, key: str, name: str) -> bool:
+def _is_chosen(found: ForeignFile, key: str, name: str) -> bool:
     return name.startswith(f"{key}/") if key else found.is_flat or "/" not in name
 
 
-def find_key(found: Foreign) -> str:
+def find_key(found: ForeignFile) -> str:
     """Return the key under which the weights are stored; an empty string for the top level.
 
     Raises InputError if the choice is ambiguous, or if there are no tensors.

@@ -19,7 +19,7 @@ from pathlib import Path
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.files import (
     check_room,
-    drafted,
+    draft_file,
     lock_folder,
     make_folder,
     refuse_others,
@@ -35,10 +35,10 @@ from surefoot.core.errors import DataError
 
 SETTINGS = ".surefoot-convert"
 CLASSES, FILES = "classes.json", "files.txt"
-LEAST_SHARD = RECORD = tarfile.RECORDSIZE  # bytes: the size of a tar is a multiple of it
+MIN_SHARD = RECORD = tarfile.RECORDSIZE  # bytes: the size of a tar is a multiple of it
 END_BYTES = 2 * BLOCK  # two empty blocks end a tar
-MOST_SHARDS = 100_000  # names have five digits, so that sorting them gives the order of the samples
-LEAST_DIGITS = 6  # minimum digits of a sample's number
+MAX_SHARDS = 100_000  # names have five digits, so that sorting them gives the order of the samples
+MIN_DIGITS = 6  # minimum digits of a sample's number
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 Tell = Callable[[int], None]  # called with the samples done since the last call
 
@@ -57,10 +57,10 @@ class ShardNaming:
     shuffle: int | None = None
 
     def __post_init__(self) -> None:
-        if self.shard_bytes < LEAST_SHARD:
+        if self.shard_bytes < MIN_SHARD:
             raise DataError(
                 f"tars of {self.shard_bytes:,} bytes are too small",
-                hint=f"give {LEAST_SHARD:,} bytes or more",
+                hint=f"give {MIN_SHARD:,} bytes or more",
             )
         if not PLAIN.fullmatch(self.name):
             raise DataError(
@@ -152,8 +152,8 @@ def _plan(images: ImageFolder, layout: ShardNaming) -> list[list[int]]:
             left = capacity
         shards[-1].append(number)
         left -= needed
-    if len(shards) > MOST_SHARDS:
-        raise DataError(f"there are more than {MOST_SHARDS:,} tars", hint="give a larger size")
+    if len(shards) > MAX_SHARDS:
+        raise DataError(f"there are more than {MAX_SHARDS:,} tars", hint="give a larger size")
     return shards
 
 
@@ -175,9 +175,9 @@ def _tar_bytes(images: ImageFolder, numbers: Iterable[int]) -> int:
 
 def _write(path: Path, images: ImageFolder, numbers: Sequence[int]) -> None:
     """Write samples as a tar in ustar format (POSIX.1-1988), with owner and time zero."""
-    digits = max(LEAST_DIGITS, len(str(len(images) - 1)))
+    digits = max(MIN_DIGITS, len(str(len(images) - 1)))
     with (
-        drafted(path) as draft,
+        draft_file(path) as draft,
         tarfile.open(draft, "w", format=tarfile.USTAR_FORMAT) as archive,
     ):
         for number in numbers:

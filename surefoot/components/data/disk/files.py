@@ -22,7 +22,7 @@ SPARE_BYTES = 1 << 20  # for the small files next to tars
 
 
 @contextlib.contextmanager
-def drafted(path: Path) -> Iterator[Path]:
+def draft_file(path: Path) -> Iterator[Path]:
     """Yield a draft next to `path` to write into; sync and rename it when the block ends.
 
     The draft is removed if the block raises. Raises StorageError for what the disk refuses.
@@ -74,7 +74,7 @@ def lock_folder(folder: Path, name: str) -> Iterator[BinaryIO]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    with drafted(path) as draft:
+    with draft_file(path) as draft:
         draft.write_bytes(content)
 
 

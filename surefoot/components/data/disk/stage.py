@@ -21,7 +21,7 @@ from surefoot.components.data.disk.devices import (
 from surefoot.components.data.disk.files import (
     PIECE_BYTES,
     check_room,
-    drafted,
+    draft_file,
     lock_folder,
     make_folder,
     read_sums,
@@ -49,7 +49,7 @@ BESIDE = (CLASSES, FILES)  # which a conversion writes next to tars
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class StageResult:
     """Result of staging tars.
 
     `kept` tars existed already, and `checked` tars had a recorded digest to be compared with.
@@ -67,7 +67,7 @@ class Staged:
     after: Speed
 
 
-def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -> Staged:
+def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -> StageResult:
     """Copy tars of one folder into `dest`, with an index and `SHA256SUMS`; keep equal copies.
 
     A tar must have the digest in its index, or else in `SHA256SUMS` next to it. Without either, an
@@ -104,7 +104,7 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
             )
         write_sums(dest, digests | beside)
         after = read_speed(copies, most_bytes=MEASURED_BYTES, most_s=MEASURED_S)
-    return Staged(
+    return StageResult(
         index=index,
         num_bytes=sum(sizes.values()),
         copied_bytes=needed,
@@ -169,7 +169,7 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
         raise DataError(
             f"{path} cannot be read: {error.strerror}", hint="check your permission to read it"
         ) from None
-    with source, drafted(made) as draft, draft.open("wb") as file:
+    with source, draft_file(made) as draft, draft.open("wb") as file:
         while piece := source.read(PIECE_BYTES):
             digest.update(piece)
             file.write(piece)

@@ -1,8 +1,8 @@
 """Data loader: batches read ahead by workers, in the order of the run."""
 
 from surefoot.components.data.loader.ahead import Ahead
-from surefoot.components.data.loader.bad import Read, Sound, read_sound
-from surefoot.components.data.loader.batches import Taken, bytes_of
+from surefoot.components.data.loader.bad import ReadResult, Sound, read_sound
+from surefoot.components.data.loader.batches import StepBatches, bytes_of
 from surefoot.components.data.loader.jobs import Job, Reader, look
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.settings import Kind, LoaderNotice, LoaderSettings
@@ -12,11 +12,11 @@ __all__ = [
     "Job",
     "Kind",
     "Loader",
-    "Read",
+    "ReadResult",
     "Reader",
     "LoaderSettings",
     "Sound",
-    "Taken",
+    "StepBatches",
     "LoaderNotice",
     "bytes_of",
     "look",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.feed import to_device
-from surefoot.components.data.loader.batches import Taken
+from surefoot.components.data.loader.batches import StepBatches
 from surefoot.contract.task import Batch
 from surefoot.runtime.nested_tensors import map_tensors
 
-Peek = Callable[[int], Taken | None]
+Peek = Callable[[int], StepBatches | None]
 
 
 class Ahead:
@@ -27,9 +27,9 @@ class Ahead:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._copied: tuple[int, list[Batch]] | None = None
         # the sources of copies in progress must stay in memory
-        self._leaving: list[tuple[Any, Taken]] = []
+        self._leaving: list[tuple[Any, StepBatches]] = []
 
-    def take(self, taken: Taken, peek: Peek | None = None) -> list[Batch]:
+    def take(self, taken: StepBatches, peek: Peek | None = None) -> list[Batch]:
         """Return the batches of a step on the device.
 
         `peek` returns the batches of the next step, or None if they have not been read yet.
@@ -49,7 +49,7 @@ class Ahead:
             self._copied = taken.number + 1, self._copy(following, self._stream)
         return batches
 
-    def _copy(self, taken: Taken, stream: Any) -> list[Batch]:
+    def _copy(self, taken: StepBatches, stream: Any) -> list[Batch]:
         self._leaving = [each for each in self._leaving if not each[0].query()]
         with torch.cuda.stream(stream):
             batches = [

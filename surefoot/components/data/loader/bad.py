@@ -22,7 +22,7 @@ class UnreadableSample(NamedTuple):
     reason: str
 
 
-class Read(NamedTuple):
+class ReadResult(NamedTuple):
     """Batch without the samples in `bad`; `batch` is None if no sample is left."""
 
     batch: Batch
@@ -41,23 +41,23 @@ class Read(NamedTuple):
             )
         return self.batch
 
-    def kept(self, ids: np.ndarray) -> np.ndarray:
+    def readable_ids(self, ids: np.ndarray) -> np.ndarray:
         """Return the `ids` whose samples are in the batch."""
         return ids[~np.isin(ids, [each.sample for each in self.bad])] if self.bad else ids
 
 
-def read_sound(source: Source, ids: np.ndarray) -> Read:
+def read_sound(source: Source, ids: np.ndarray) -> ReadResult:
     """Read those of `ids` that can be read.
 
     Raises MemoryError, and OSError of a disk or a network, since neither indicates a bad record.
     """
     try:
-        return Read(source.read(ids.copy()))
+        return ReadResult(source.read(ids.copy()))
     except Exception as error:  # noqa: BLE001 - a decoder can raise anything
         _raise_unless_of_a_record(error)
     bad = tuple(found for each in ids.tolist() if (found := _try(source, each)) is not None)
-    left = Read(None, bad).kept(ids)
-    return Read(source.read(left.copy()) if len(left) else None, bad)
+    left = ReadResult(None, bad).readable_ids(ids)
+    return ReadResult(source.read(left.copy()) if len(left) else None, bad)
 
 
 def _try(source: Source, sample: int) -> UnreadableSample | None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from surefoot.components.data.feed import SampleWindow
 from surefoot.components.data.in_place import find_arrays
-from surefoot.components.data.loader.bad import Read, UnreadableSample
+from surefoot.components.data.loader.bad import ReadResult, UnreadableSample
 from surefoot.contract.task import Batch
 
 
-class Taken(NamedTuple):
+class StepBatches(NamedTuple):
     """Batches of step `number` for this rank: one per microbatch with samples, and their `ids`.
 
     `first` is the index of the first of these microbatches among those of all ranks.
@@ -32,12 +32,12 @@ class Taken(NamedTuple):
         number: int,
         window: SampleWindow,
         cut: Iterable[np.ndarray],
-        reads: Iterable[Read],
+        reads: Iterable[ReadResult],
         first: int = 0,
     ) -> Self:
         """Return the batches of a step from the reads of its microbatches, with samples `cut`."""
         kept = [
-            (read.batch, read.kept(ids))
+            (read.batch, read.readable_ids(ids))
             for ids, read in zip(cut, reads, strict=True)
             if read.batch is not None
         ]

@@ -28,7 +28,7 @@ import numpy as np
 import psutil
 import torch
 
-from surefoot.components.data.loader.bad import Read
+from surefoot.components.data.loader.bad import ReadResult
 from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.ring import Slot, pack_ids, unpack
 from surefoot.components.data.loader.worker import serve
@@ -38,7 +38,7 @@ from surefoot.core.process.forked import OwningProcess
 
 Start = Literal["auto", "fork", "spawn"]
 ENDS_WITHIN_S = 1.0
-LONG_ENOUGH_S, MOST_TIMES, ROUNDS = 0.01, 256, 3  # for measuring the speedup of two threads
+LONG_ENOUGH_S, MAX_TIMES, ROUNDS = 0.01, 256, 3  # for measuring the speedup of two threads
 
 
 class Message(NamedTuple):
@@ -49,7 +49,7 @@ class Message(NamedTuple):
 
     place: int
     serial: int | None
-    read: Read = Read(None)
+    read: ReadResult = ReadResult(None)
     problem: str | None = None
     took_s: float = 0.0
     is_unsendable: bool = False  # it was read, but cannot be sent to another process
@@ -115,7 +115,7 @@ class Threads:
             except BaseException:  # noqa: BLE001 - the text is sent, and the batch is read again
                 message = Message(place, serial, problem=traceback.format_exc())
             self._outbox.put(message)
-            read = Read(None)
+            read = ReadResult(None)
             del given, job, message
 
     def has_room(self, place: int) -> bool:
@@ -171,7 +171,7 @@ def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
 
     reader, times = replace(reader, seeds=False), 1
     read()  # not timed: the first read may do more
-    while _seconds(read) < LONG_ENOUGH_S and times < MOST_TIMES:
+    while _seconds(read) < LONG_ENOUGH_S and times < MAX_TIMES:
         times *= 2
     alone_s, both_s = zip(
         *((_seconds(read), _seconds(read_twice)) for _ in range(ROUNDS)), strict=True
@@ -243,7 +243,7 @@ class Processes:
         args = (
             theirs,
             slots,
-            self._reader if self.start == "fork" else _Sent(self._reader),
+            self._reader if self.start == "fork" else _PickledReader(self._reader),
             os.getpid(),
             inherited,
             of_main,
@@ -282,7 +282,7 @@ class Processes:
             serial, slot, took_s, lies, problem, is_unsendable = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(ENDS_WITHIN_S)
-            return Message(place, None, problem=_how_it_ended(worker.process.exitcode))
+            return Message(place, None, problem=_describe_exit(worker.process.exitcode))
         if problem is not None:
             worker.free.append(slot)
             return Message(
@@ -330,7 +330,7 @@ class Processes:
             slot.close()
 
 
-class _Sent:
+class _PickledReader:
     """Reader on its way to a spawned process, which has not imported the task files."""
 
     def __init__(self, reader: Reader) -> None:
@@ -346,7 +346,7 @@ def _open_sent(files: list[str], content: bytes) -> Any:
     return reduction.ForkingPickler.loads(content)
 
 
-def _how_it_ended(exit_code: int | None) -> str:
+def _describe_exit(exit_code: int | None) -> str:
     if exit_code is None:
         return "closed its pipe"
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with code {exit_code}"

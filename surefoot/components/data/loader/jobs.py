@@ -16,7 +16,7 @@ import torch
 from numpy.random import mtrand
 
 from surefoot.components.data.feed import SampleWindow
-from surefoot.components.data.loader.bad import Read, read_sound
+from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.order import Keys, derive
 from surefoot.contract.task import Batch, Source
 
@@ -55,13 +55,15 @@ class Reader:
     # thread-safe
     seeds: bool | None = None
 
-    def __call__(self, epoch: int, ids: np.ndarray) -> Read:
+    def __call__(self, epoch: int, ids: np.ndarray) -> ReadResult:
         source = of_epoch(self.source, epoch, self.seed)
         with self._streams(epoch, ids):
-            read = read_sound(source, ids) if self.skips else Read(source.read(ids.copy()))
+            read = read_sound(source, ids) if self.skips else ReadResult(source.read(ids.copy()))
             if self.augment is None or read.batch is None:
                 return read
-            return Read(self.augment(read.batch, Keys(self.seed, epoch, read.kept(ids))), read.bad)
+            return ReadResult(
+                self.augment(read.batch, Keys(self.seed, epoch, read.readable_ids(ids))), read.bad
+            )
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
         """Return the seconds that each part of reading these samples takes.
@@ -74,7 +76,7 @@ class Reader:
             return {}
         with self._streams(epoch, ids):
             if self.skips:
-                ids = read_sound(self.source, ids).kept(ids)
+                ids = read_sound(self.source, ids).readable_ids(ids)
             if not len(ids):
                 return {}
             own = getattr(self.source, "explain", None)

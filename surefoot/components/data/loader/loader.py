@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.loader.bad import BadRecords, Read
-from surefoot.components.data.loader.batches import Taken, bytes_of
+from surefoot.components.data.loader.bad import BadRecords, ReadResult
+from surefoot.components.data.loader.batches import StepBatches, bytes_of
 from surefoot.components.data.loader.crew import (
     Message,
     Processes,
@@ -44,17 +44,17 @@ from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores
 
-MOST_TRIES = 3  # of one microbatch: after that many dead workers its samples are the cause
+MAX_TRIES = 3  # of one microbatch: after that many dead workers its samples are the cause
 BUSY_SHARE = 0.05  # of a core: a worker that uses more is computing
 BUSY = 8.0  # timeout of a worker that is computing, relative to one that is not
 WORTH = 1.5  # minimum speedup of two threads over one: below it, the GIL limits them
-MOST_TRIED = 64  # samples
+MAX_SAMPLES_TRIED = 64  # samples
 LOOKS = 8  # liveness checks of a worker within its timeout
 PATIENCE = 1.5  # minimum timeout, relative to the slowest batch so far
-MOST_IN_VAIN = 8  # consecutive batches that raise in a worker, but not in this process
+MAX_WORKER_ONLY_FAILURES = 8  # consecutive batches that raise in a worker, but not in this process
 
 
-NOTHING = Read(None)
+NOTHING = ReadResult(None)
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class _Ticket:
     serial: int
     job: Job
     place: int
-    read: Read = NOTHING
+    read: ReadResult = NOTHING
     is_there: bool = False
     problem: str | None = None
     is_unsendable: bool = False
@@ -98,7 +98,7 @@ class Loader:
         self._in_vain = 0
         self.use(settings or LoaderSettings())
 
-    def take(self, number: int) -> Taken:
+    def take(self, number: int) -> StepBatches:
         """Return the batches of step `number`.
 
         Raises what reading them raises, and BadRecordError for samples with which every worker
@@ -118,7 +118,7 @@ class Loader:
         while notices:
             self.tell(LoaderNotice("data", number, *notices.pop(0)))
 
-    def _take(self, number: int) -> Taken:
+    def _take(self, number: int) -> StepBatches:
         if number != self._next:
             self._begin_at(number)
         self._next = number + 1
@@ -133,11 +133,11 @@ class Loader:
         if not tickets:
             return self.read(number)
         self._bound_depth(tickets[0].read.batch)
-        if self._in_vain >= MOST_IN_VAIN:
+        if self._in_vain >= MAX_WORKER_ONLY_FAILURES:
             self._go_on_alone(number)
-        return _joined(number, tickets)
+        return _step_batches(number, tickets)
 
-    def peek(self, number: int) -> Taken | None:
+    def peek(self, number: int) -> StepBatches | None:
         """Return the batches of step `number` if they have been read already, else None."""
         found = list(itertools.takewhile(lambda each: each.job.number <= number, self._tickets))
         if (
@@ -146,16 +146,16 @@ class Loader:
             or not all(each.is_there and each.problem is None for each in found)
         ):
             return None
-        return _joined(number, found)
+        return _step_batches(number, found)
 
-    def read(self, number: int) -> Taken:
+    def read(self, number: int) -> StepBatches:
         """Return the batches of step `number`, read at once in this process without workers."""
         window = self._feed.window(number - 1)
         first, cut = self._feed.mine(window)
         batches = [self._reader(window.epoch, ids) for ids in cut]
-        return Taken.of(number, window, cut, batches, first)
+        return StepBatches.of(number, window, cut, batches, first)
 
-    def _leave_out(self, taken: Taken) -> None:
+    def _leave_out(self, taken: StepBatches) -> None:
         for each in self.bad.add(taken.bad):
             what = f"sample {each.sample} cannot be read: {each.reason}"
             counts = f"number {len(self.bad.found):,} of at most {self.bad.limit:,}"
@@ -204,7 +204,7 @@ class Loader:
         if not getattr(self._reader.source, "thread_safe", False):
             return "process"
         window = self._feed.window(max(self._next - 2, 0))
-        gain = gain_of_threads(self._reader, window.epoch, window.ids[:MOST_TRIED])
+        gain = gain_of_threads(self._reader, window.epoch, window.ids[:MAX_SAMPLES_TRIED])
         return "thread" if gain >= WORTH else "process"
 
     def state(self) -> dict[str, Any]:
@@ -357,12 +357,14 @@ class Loader:
         step = self._next - 1 if guilty is None else guilty.job.number
         what = f"{name} {how}"
         if guilty is not None:
-            what += f" while it read {_told(guilty.job.ids)} of step {guilty.job.number:,}"
+            what += (
+                f" while it read {_describe_samples(guilty.job.ids)} of step {guilty.job.number:,}"
+            )
             guilty.tries += 1
-            if guilty.tries > MOST_TRIES:
+            if guilty.tries > MAX_TRIES:
                 self.close()
                 raise BadRecordError(
-                    f"{what}; so did {MOST_TRIES - 1} workers before it",
+                    f"{what}; so did {MAX_TRIES - 1} workers before it",
                     hint="read these samples in this process: source.read(ids); "
                     "raise loader.timeout for a slow sample; for code that hangs only in forked "
                     'workers, such as a thread pool, set loader.start = "spawn"',
@@ -398,7 +400,7 @@ class Loader:
         crew = self._crew or self._make_crew()
         what = (
             f"{crew.name(ticket.place)} raised {raised} while it read "
-            f"{_told(job.ids)} of step {job.number:,}"
+            f"{_describe_samples(job.ids)} of step {job.number:,}"
         )
         then = "the same samples were read again, without an error"
         self.tell(LoaderNotice("worker", job.number, what, then))
@@ -477,9 +479,9 @@ class Loader:
             self.close()
 
 
-def _joined(number: int, tickets: list[_Ticket]) -> Taken:
+def _step_batches(number: int, tickets: list[_Ticket]) -> StepBatches:
     job = tickets[0].job
-    return Taken.of(
+    return StepBatches.of(
         number,
         job.window,
         [each.job.ids for each in tickets],
@@ -488,7 +490,7 @@ def _joined(number: int, tickets: list[_Ticket]) -> Taken:
     )
 
 
-def _told(ids: np.ndarray) -> str:
+def _describe_samples(ids: np.ndarray) -> str:
     shown = ", ".join(map(str, ids[:4].tolist()))
     return (
         f"sample {shown}"

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 # limits of the search: more workers cost more memory than they gain; few cores may wait for a slow
 # disk
-MOST_WORKERS, LEAST_TRIED = 8, 4
+MAX_WORKERS, MIN_TRIED = 8, 4
 ENOUGH = 0.02  # share of a step spent waiting that needs no further worker
 GAIN = 0.03  # relative to the step: a smaller gain may be noise
 SKIPPED_STEPS = 3  # after a change: workers start, caches fill
-LEAST_STEPS, LEAST_S = 10, 1.0  # measured for each number of workers
+MIN_STEPS, MIN_S = 10, 1.0  # measured for each number of workers
 PAUSES = 5.0  # times the median step: a longer step contains other work
 STARVES = 0.2  # share of the time spent waiting that is reported
 STARVES_AFTER_STEPS, STARVES_AFTER_S = 50, 5.0
@@ -77,7 +77,7 @@ class StepTimings:
 
 def find_most(cores: int) -> int:
     """Return the most workers that are worth trying with `cores` cores."""
-    return min(MOST_WORKERS, max(cores, LEAST_TRIED))
+    return min(MAX_WORKERS, max(cores, MIN_TRIED))
 
 
 def numbers(most: int) -> Iterator[int]:
@@ -108,7 +108,7 @@ class WorkerTuner:
     def add(self, step_s: float, waiting_s: float) -> int | None:
         """Return the number of workers to continue with if it changes now, else None."""
         self._watch.add(step_s, waiting_s)
-        if self.is_done or not self._watch.is_enough(LEAST_STEPS, LEAST_S):
+        if self.is_done or not self._watch.is_enough(MIN_STEPS, MIN_S):
             return None
         seen = self._watch.seen(self.workers)
         self._watch = StepTimings()

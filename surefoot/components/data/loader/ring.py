@@ -34,7 +34,7 @@ class Slot:
         self._descriptor = open_nameless("surefoot-loader") if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
 
-    def mapped(self, num_bytes: int) -> mmap.mmap:
+    def map_memory(self, num_bytes: int) -> mmap.mmap:
         """Return the mapped memory, of at least `num_bytes` bytes."""
         if self._map is None or len(self._map) < num_bytes:
             size = max(os.fstat(self._descriptor).st_size, -(-num_bytes // GROWS) * GROWS)
@@ -72,7 +72,7 @@ def pack(batch: Any, slot: Slot) -> Lies:
     packer = _Packer()
     packer.dump(batch)
     lies = Lies(packer.num_bytes, packer.written.tell())
-    memory = slot.mapped(sum(lies))
+    memory = slot.map_memory(sum(lies))
     for start, array in packer.parts:
         if array.nbytes:
             np.frombuffer(memory, np.uint8, array.nbytes, start).reshape(array.shape)[...] = array
@@ -85,7 +85,7 @@ def unpack(lies: Lies, slot: Slot, release: Callable[[], None]) -> Any:
 
     `release` is called once the last of these tensors is freed.
     """
-    memory, lease = slot.mapped(sum(lies)), _Lease(release)
+    memory, lease = slot.map_memory(sum(lies)), _Lease(release)
     try:
         return _Unpacker(io.BytesIO(memory[lies.start : sum(lies)]), memory, lease).load()
     finally:
@@ -94,13 +94,13 @@ def unpack(lies: Lies, slot: Slot, release: Callable[[], None]) -> Any:
 
 def pack_ids(ids: np.ndarray, slot: Slot) -> int:
     """Write sample ids into an empty slot; return the number of ids."""
-    np.frombuffer(slot.mapped(ids.nbytes), np.int64, len(ids))[:] = ids
+    np.frombuffer(slot.map_memory(ids.nbytes), np.int64, len(ids))[:] = ids
     return len(ids)
 
 
 def unpack_ids(count: int, slot: Slot) -> np.ndarray:
     """Return a copy of the sample ids in a slot, which the batch will overwrite."""
-    return np.frombuffer(slot.mapped(count * 8), np.int64, count).copy()
+    return np.frombuffer(slot.map_memory(count * 8), np.int64, count).copy()
 
 
 class _Packer(pickle.Pickler):

@@ -23,7 +23,7 @@ from surefoot.components.data.loader.ring import Slot, pack, unpack_ids
 
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 LOOKS_S = 0.2  # between checks for the parent, where the kernel does not kill this process
-MOST_TOLD = 3_000  # characters of a traceback: at 4 bytes each, they fit into a pipe
+MAX_NAMED = 3_000  # characters of a traceback: at 4 bytes each, they fit into a pipe
 
 
 def serve(
@@ -77,7 +77,7 @@ def _read(reader: Reader, epoch: int, ids: Any, slot: Slot) -> tuple[Any, str | 
     except BaseException as error:  # noqa: BLE001 - sent to the parent, which reads again
         return (
             None,
-            traceback.format_exc()[-MOST_TOLD:],
+            traceback.format_exc()[-MAX_NAMED:],
             is_read and not isinstance(error, OSError | MemoryError),
         )
 

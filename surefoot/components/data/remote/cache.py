@@ -28,7 +28,7 @@ Fill = Callable[[BinaryIO], None]  # writes all bytes of a shard, and raises if 
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def file_lock(path: Path) -> Iterator[None]:
     """Hold an exclusive lock on `path`; other threads and processes wait for it."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -46,9 +46,9 @@ class Cache:
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
         self.folder, self.most_bytes = folder, most_bytes
-        with _told(folder):
+        with _as_data_error(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder / LOCK):
+            with file_lock(folder / LOCK):
                 self._sweep()
 
     def open(self, path: Path, size: int, fill: Fill, *, wait_s: float = ROOM_WAIT_S) -> int:
@@ -65,7 +65,7 @@ class Cache:
                 ),
                 hint="give a larger cache_bytes: several shards at least",
             )
-        with _told(path):
+        with _as_data_error(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             while True:
                 descriptor = self._take(path, size)
@@ -75,7 +75,7 @@ class Cache:
 
     def discard(self, path: Path) -> None:
         """Remove a shard; a process that has the shard open can continue to read it."""
-        with suppress(FileNotFoundError), _told(path):
+        with suppress(FileNotFoundError), _as_data_error(path):
             path.unlink()
 
     def _take(self, path: Path, size: int) -> int | None:
@@ -110,7 +110,7 @@ class Cache:
                 file.flush()
                 os.fsync(file.fileno())
                 # else who adds up the files may find it under neither name
-                with locked(self.folder / LOCK):
+                with file_lock(self.folder / LOCK):
                     draft.rename(path)
             except BaseException:
                 with suppress(OSError):
@@ -124,7 +124,7 @@ class Cache:
         """
         until_s = time.monotonic() + wait_s
         while True:
-            with locked(self.folder / LOCK):
+            with file_lock(self.folder / LOCK):
                 self._sweep(draft)
                 missing = self._evict(size)
                 if missing <= 0:
@@ -202,7 +202,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _as_data_error(path: Path) -> Iterator[None]:
     """Convert an OSError to a DataError."""
     try:
         yield

@@ -18,7 +18,7 @@ from surefoot.core.errors import DataError, MissingExtra, SurefootError, needing
 from surefoot.core.units import format_bytes
 
 PIECE_BYTES = 8 << 20
-LARGEST_BESIDE = 1 << 28  # of a list of digests, or of an index
+MAX_SIDE_FILE_BYTES = 1 << 28  # of a list of digests, or of an index
 AGAIN = (408, 425, 429)  # HTTP 4xx statuses that a retry may resolve
 T = TypeVar("T")
 
@@ -78,10 +78,10 @@ class Far:
             if error.__cause__ is not None and _is_absent(error.__cause__):
                 return None
             raise
-        if size > LARGEST_BESIDE:
+        if size > MAX_SIDE_FILE_BYTES:
             raise DataError(
                 f"{self.place.shown} has {format_bytes(size)}, "
-                f"{format_bytes(LARGEST_BESIDE)} are allowed",
+                f"{format_bytes(MAX_SIDE_FILE_BYTES)} are allowed",
                 hint="check that the URL is that of an index or of SHA256SUMS",
             )
         return b"".join(self.pieces(size))

@@ -14,7 +14,7 @@ from surefoot.core.errors import DataError, needing
 
 EXTRA = "store"
 SCHEMES = ("https", "http", "s3")
-MOST = 1_000_000  # shards
+MAX_SHARDS = 1_000_000  # shards
 PLAIN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)|pipe:")
 
@@ -39,7 +39,7 @@ class ShardUrl:
     shown: str
     name: str
 
-    def beside(self, name: str) -> ShardUrl:
+    def sibling_url(self, name: str) -> ShardUrl:
         """Return the URL of another file in the same folder, with the same query."""
         base, mark, query = (
             self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
@@ -92,14 +92,14 @@ def expand(pattern: str) -> list[str]:
     with needing("braceexpand", "braceexpand", extra=EXTRA, needed_for="braces in a URL"):
         from braceexpand import braceexpand
     try:
-        urls = list(itertools.islice(braceexpand(pattern, escape=False), MOST + 1))
+        urls = list(itertools.islice(braceexpand(pattern, escape=False), MAX_SHARDS + 1))
     except ValueError as error:  # unbalanced braces
         raise DataError(
             f"{pattern[:200]} is not a pattern: {error}", hint="write {000..099} or {a,b}"
         ) from None
-    if len(urls) > MOST:
+    if len(urls) > MAX_SHARDS:
         raise DataError(
-            f"{pattern[:200]} expands to more than {MOST:,} shards", hint="make larger shards"
+            f"{pattern[:200]} expands to more than {MAX_SHARDS:,} shards", hint="make larger shards"
         )
     return urls
 

@@ -136,7 +136,7 @@ class Remote:
 
     def read_beside(self, name: str) -> bytes | None:
         """Return the content of a small file next to the shards; None if there is none."""
-        return Far(self.places[0].beside(name), self._patience).read_small()
+        return Far(self.places[0].sibling_url(name), self._patience).read_small()
 
     def digest(self, number: int) -> str | None:
         """Return the digest that the shard must have; None while it is unknown."""

@@ -14,7 +14,7 @@ from surefoot.components.data.sources.tables import Table
 from surefoot.components.data.sources.tensors import Safetensors
 from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.components.data.sources.tokens import Tokens
-from surefoot.components.data.sources.watched import OF_LOADER, Watched, as_ids, name_states
+from surefoot.components.data.sources.watched import OF_LOADER, ObservedLoader, as_ids, name_states
 from surefoot.components.data.sources.wrapped import TorchDataset, as_source
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "TokenFile",
     "Tokens",
     "TorchDataset",
-    "Watched",
+    "ObservedLoader",
     "as_ids",
     "as_source",
     "block_diagonal",

@@ -21,7 +21,7 @@ from surefoot.components.data.sources.batch_digest import (
     ReadingDifference,
     digest_of_content,
 )
-from surefoot.components.data.sources.watched import Watched, name_states
+from surefoot.components.data.sources.watched import ObservedLoader, name_states
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
 from surefoot.runtime.attributes import sign_state
@@ -98,7 +98,7 @@ class Iterated:
                 f"the {type(iterable).__name__} returns no batch: its length is 0",
                 hint="give 1 batch or more",
             )
-        self._watched = Watched(iterable)
+        self._watched = ObservedLoader(iterable)
         self.content_digest = digest_of_content(iterable)
         self._iterable = self._watched.data
         self._num_batches, self._is_cut = length, num_batches is not None

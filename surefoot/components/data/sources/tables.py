@@ -35,7 +35,7 @@ IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenTable:
     """Open file: its columns with types, the rows of each row group, and a read function."""
 
     path: Path
@@ -149,7 +149,7 @@ class Table:
         return self._again, ()
 
 
-def _open(path: Path, columns: dict[str, str]) -> Opened:
+def _open(path: Path, columns: dict[str, str]) -> OpenTable:
     with needing("pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"):
         import pyarrow
         import pyarrow.parquet
@@ -179,7 +179,7 @@ def _open(path: Path, columns: dict[str, str]) -> Opened:
                 rows, read = [len(batch) for batch in batches], batches.__getitem__
             found = stored.schema
     _check_columns(path, wanted, found)
-    return Opened(path, {name: found.field(name).type for name in wanted}, rows, read)
+    return OpenTable(path, {name: found.field(name).type for name in wanted}, rows, read)
 
 
 def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
@@ -380,7 +380,7 @@ def _missing(sample: Sample, column: str) -> DataError:
     )
 
 
-def _digest(files: Sequence[Opened], columns: dict[str, str]) -> str:
+def _digest(files: Sequence[OpenTable], columns: dict[str, str]) -> str:
     digest = hashlib.sha256(repr(columns).encode())
     for opened in files:
         with opened.path.open("rb") as file:
@@ -390,5 +390,5 @@ def _digest(files: Sequence[Opened], columns: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _shown(opened: Opened) -> str:
+def _shown(opened: OpenTable) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in opened.types.items())

@@ -18,7 +18,7 @@ from surefoot.components.data.sources.tokens import IGNORED, check_stream, diges
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 
-SHORTEST_BOUND = 16
+MIN_BOUND = 16
 
 
 class Texts:
@@ -159,9 +159,7 @@ def join_texts(texts: Sequence[ArrayLike | Sequence[int]]) -> tuple[np.ndarray, 
 
 def _check_bounds(bounds: Sequence[int] | None, longest: int, which: int) -> tuple[int, ...]:
     if bounds is None:
-        powers = (
-            1 << power for power in range(SHORTEST_BOUND.bit_length() - 1, longest.bit_length())
-        )
+        powers = (1 << power for power in range(MIN_BOUND.bit_length() - 1, longest.bit_length()))
         return (*(power for power in powers if power < longest), longest)
     if not len(bounds) or min(bounds) < 1 or list(bounds) != sorted(set(bounds)):
         raise DataError(

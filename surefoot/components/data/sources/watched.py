@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from surefoot.components.data.sources.batch_digest import PassDigest
-from surefoot.contract.loop_ledger import MOST_IDS, LoopGuarantee
+from surefoot.contract.loop_ledger import MAX_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
 from surefoot.runtime.attributes import find_generators, generator_state, restore_generator
 
@@ -28,7 +28,7 @@ MAX_NESTED = 16  # nesting of samplers
 OF_LOADER = "loader"  # name of the generators of a loader and its samplers
 
 
-class Watched:
+class ObservedLoader:
     """Observed loader of the user: `data` gives its batches, `take` the samples of each batch.
 
     Samples are known for a plain DataLoader with a sampler. A loader of a different class, one that
@@ -211,7 +211,7 @@ def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
         ids = tuple(map(operator.index, samples))
     except (TypeError, ValueError, RuntimeError):
         return ()
-    return ids if not ids or (min(ids) >= 0 and max(ids) < MOST_IDS) else ()
+    return ids if not ids or (min(ids) >= 0 and max(ids) < MAX_IDS) else ()
 
 
 def _can_be_watched(data: Any) -> bool:

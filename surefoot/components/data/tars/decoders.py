@@ -23,7 +23,7 @@ import safetensors.numpy
 from surefoot.components.data.tars.shards import Sample
 from surefoot.core.errors import DataError, needing
 
-MOST_PIXELS = 1 << 26  # of an image: 192 MiB of colors
+MAX_PIXELS = 1 << 26  # of an image: 192 MiB of colors
 WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
 # Pillow's names of formats, by extension
 IMAGES = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
@@ -90,10 +90,10 @@ def _decode_image(
             raise sample.fault(
                 extension, f"is an image of {width} x {height} pixels, not {size[0]} x {size[1]}"
             )
-        if width * height > MOST_PIXELS:
+        if width * height > MAX_PIXELS:
             raise sample.fault(
                 extension,
-                f"is an image of {width:,} x {height:,} pixels, {MOST_PIXELS:,} are allowed",
+                f"is an image of {width:,} x {height:,} pixels, {MAX_PIXELS:,} are allowed",
             )
         if image.mode != "RGB":
             if image.mode.startswith(("I", "F")):

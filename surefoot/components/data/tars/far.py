@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from surefoot.components.data.remote import Remote, is_url
-from surefoot.components.data.remote.cache import locked
+from surefoot.components.data.remote.cache import file_lock
 from surefoot.components.data.tars.index import (
     Index,
     Shard,
@@ -61,7 +61,7 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
     place = remote.folder / name_of(remote.names)
     try:
         remote.folder.mkdir(parents=True, exist_ok=True)
-        with locked(remote.folder / ".index-lock"):  # of several processes, one builds it
+        with file_lock(remote.folder / ".index-lock"):  # of several processes, one builds it
             index = _usable(read_index(place, remote.folder, remote), remote) or _from_beside(
                 remote, place
             )

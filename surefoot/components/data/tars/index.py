@@ -32,7 +32,7 @@ from surefoot.core.errors import DataError
 FORMAT = "surefoot tar index 1"
 SUFFIX = ".index"
 ALIGNED = 64  # bytes: alignment of the positions
-LONGEST_HEAD = 1 << 28
+MAX_HEAD = 1 << 28
 Stamp = tuple[str, int, int, int]
 Tell = Callable[[int, int], None]  # called with the bytes done, and all bytes
 
@@ -242,7 +242,7 @@ def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index
     """Return the index in the file `place`; None if it is missing or incomplete."""
     try:
         with place.open("rb") as file:
-            row = json.loads(file.readline(LONGEST_HEAD))
+            row = json.loads(file.readline(MAX_HEAD))
             begin = -(-file.tell() // ALIGNED) * ALIGNED
         shards = [Shard(**each) for each in row["shards"]] if row["format"] == FORMAT else []
         count = sum(shard.num_samples + 1 for shard in shards)

@@ -28,7 +28,7 @@ from surefoot.core.errors import DataError
 from surefoot.core.place import cache_folder, whole_path
 from surefoot.core.process.forked import make_lock
 
-MOST_OPEN = 64  # shards at a time
+MAX_OPEN = 64  # shards at a time
 # common header (ustar, POSIX.1-1988) of a regular file or of pax records: name, size and kind
 HEADER = re.compile(
     rb"(?=([^\0]{1,99})\0).{124}([0-7]{11})[\0 ].{20}([0\0x]).{100}ustar.{83}\0.{166}", re.DOTALL
@@ -149,7 +149,7 @@ class Tars:
             if (held := self._open.get(shard)) is not None:
                 self._open.move_to_end(shard)
                 return held
-            while len(self._open) >= self.index.most_open(MOST_OPEN):
+            while len(self._open) >= self.index.most_open(MAX_OPEN):
                 self._open.popitem(last=False)
         # downloads a remote shard, while other threads continue to read
         opened = Descriptor(self.index.open(shard))
@@ -161,7 +161,7 @@ class Tars:
         with self._lock:
             opened = self._open.setdefault(shard, opened)
             # several threads opened a shard at once
-            while len(self._open) > self.index.most_open(MOST_OPEN):
+            while len(self._open) > self.index.most_open(MAX_OPEN):
                 self._open.popitem(last=False)
             return opened
 

@@ -155,7 +155,7 @@ class TarStream:
         once = [
             (shard, each)
             for shard, each in self._reading.items()
-            if isinstance(self._openers[shard], _Once)
+            if isinstance(self._openers[shard], _SingleReadFile)
         ]
         self._reading, self._lock = OrderedDict(once), threading.Lock()
 
@@ -194,7 +194,7 @@ class _Forwards:
         return self._waiting.pop(place)
 
 
-class _Once:
+class _SingleReadFile:
     """File object that cannot be opened again."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -216,5 +216,5 @@ class _Once:
 def _opener(shard: Any) -> Opener:
     """Return a function that opens a shard, given as a function, a file object or a path."""
     if hasattr(shard, "read"):
-        return _Once(shard)
+        return _SingleReadFile(shard)
     return cast(Opener, shard if callable(shard) else partial(whole_path(shard).open, "rb"))

@@ -21,7 +21,7 @@ from surefoot.core.errors import DataError
 
 GRAY = (0.2989, 0.587, 0.114)  # weights of red, green and blue
 PIECE = 1 << 15  # pixels processed together: their float32 copies stay in the cache of a core
-LARGEST_FACTOR = 10.0
+MAX_FACTOR = 10.0
 
 
 def adjust_brightness(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ class Jitter:
 
     def __post_init__(self) -> None:
         for name in ("brightness", "contrast", "saturation"):
-            check_range(f"a change of {name}", (0.0, getattr(self, name)), 0.0, LARGEST_FACTOR)
+            check_range(f"a change of {name}", (0.0, getattr(self, name)), 0.0, MAX_FACTOR)
         check_range("a change of hue", (0.0, self.hue), 0.0, 0.5)
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from surefoot.components.data.order import Keys
 from surefoot.components.data.transforms.checks import check_images, check_range, check_size
-from surefoot.components.data.transforms.resizing import LARGEST_RATIO, draw_sides, place_boxes
+from surefoot.components.data.transforms.resizing import MAX_RATIO, draw_sides, place_boxes
 from surefoot.core.errors import DataError
 
 
@@ -65,7 +65,7 @@ class Erase:
     def __post_init__(self) -> None:
         check_range("a probability", (0.0, self.probability), 0.0, 1.0)
         check_range("the scale", self.scale, 0.0, 1.0)
-        check_range("the ratio", self.ratio, 1 / LARGEST_RATIO, LARGEST_RATIO)
+        check_range("the ratio", self.ratio, 1 / MAX_RATIO, MAX_RATIO)
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:
         check_images(images_BHWC)

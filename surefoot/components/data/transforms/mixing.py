@@ -24,7 +24,7 @@ from surefoot.components.data.transforms.pipeline import keys_of
 from surefoot.core.errors import DataError
 
 POINTS = 4097  # of the table of the Beta distribution: its inverse is accurate to 1e-4
-LARGEST_ALPHA = 100.0
+MAX_ALPHA = 100.0
 
 
 def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
@@ -97,7 +97,7 @@ def cutmix(
 
 def draw_shares(keys: Keys, alpha: float) -> Tensor:
     """Return a draw from Beta(alpha, alpha) for each sample, (B,) float32, by the inverse CDF."""
-    check_range("alpha", (alpha, alpha), 0.01, LARGEST_ALPHA)
+    check_range("alpha", (alpha, alpha), 0.01, MAX_ALPHA)
     points, reached = _beta(alpha)
     drawn = keys.uniform()[:, 0].double().numpy()
     lesser = np.interp(np.minimum(drawn, 1 - drawn), reached, points)

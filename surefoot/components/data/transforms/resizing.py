@@ -22,7 +22,7 @@ from surefoot.components.data.transforms.checks import check_images, check_range
 from surefoot.core.errors import DataError
 
 TRIES = 10  # boxes drawn for an image before the middle is used
-LARGEST_RATIO = 100.0
+MAX_RATIO = 100.0
 
 
 def resize(images_BHWC: Tensor, height: int, width: int) -> Tensor:
@@ -189,7 +189,7 @@ class Crop:
     def __post_init__(self) -> None:
         check_size("a size", self.height, self.width)
         check_range("the scale", self.scale, 1e-6, 1.0)
-        check_range("the ratio", self.ratio, 1 / LARGEST_RATIO, LARGEST_RATIO)
+        check_range("the ratio", self.ratio, 1 / MAX_RATIO, MAX_RATIO)
         check_range("the part that evaluation keeps", (self.kept, self.kept), 0.01, 1.0)
 
     def __call__(self, images_BHWC: Tensor, keys: Keys) -> Tensor:

@@ -23,7 +23,7 @@ from surefoot.core.errors import SpecError
 from surefoot.runtime.lowbit import torchao
 
 BLOCK = 256  # values with one scale
-LEAST = 4096  # elements; 8 bits save nothing for a smaller tensor: torchao's limit
+MIN_ELEMENTS = 4096  # elements; 8 bits save nothing for a smaller tensor: torchao's limit
 PIECE = 1 << 16  # elements dequantized at a time: they fit into the CPU cache
 # dtypes of weights, which are computed in fp32
 WIDENED = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,8 +97,8 @@ def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
 def why_not(tensor: Tensor) -> str | None:
     """Return the reason why the moments of a parameter cannot be kept in 8 bits; None if they
     can."""
-    if tensor.numel() < LEAST:
-        return f"fewer than {LEAST:,} elements"
+    if tensor.numel() < MIN_ELEMENTS:
+        return f"fewer than {MIN_ELEMENTS:,} elements"
     if tensor.numel() % BLOCK:
         return f"its size is not a multiple of {BLOCK}"
     return None if tensor.dtype in WIDENED else f"its dtype is {tensor.dtype}"
@@ -201,13 +201,15 @@ class Adam8bit(ByGroup):
                     for row, share in zip(rows, SHARES, strict=True)
                 ]
                 for old, new in zip(
-                    before, self._moved(group, before, slope, rate, state["step"]), strict=True
+                    before,
+                    self._adam_step_8bit(group, before, slope, rate, state["step"]),
+                    strict=True,
                 ):
                     old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
             if not parameter.is_contiguous():
                 parameter.copy_(weights.view(parameter.shape))
 
-    def _moved(
+    def _adam_step_8bit(
         self,
         group: dict[str, Any],
         before: Sequence[Tensor],

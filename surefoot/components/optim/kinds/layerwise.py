@@ -138,8 +138,8 @@ class Lars(_Layerwise):
             rates = lr * torch.where(
                 (weights > 0) & (slopes > 0), group["trust_coefficient"] * weights / whole, 1.0
             )
-        decays = _each(rates * group["weight_decay"], params)
-        moves = fused.times(grads, _each(rates, params))
+        decays = _scalars_per_parameter(rates * group["weight_decay"], params)
+        moves = fused.times(grads, _scalars_per_parameter(rates, params))
         fused.add_products(moves, params, decays)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in params]
         with fused.in_one_layout([params, moves, buffers]) as (alike, steps, held):
@@ -262,7 +262,7 @@ class Lamb(_Layerwise):
             rates = lr * torch.where((weights > 0) & (lengths > 0), weights / lengths, 1.0)
         if found_inf is not None:
             rates = rates * (1.0 - found_inf)
-        fused.add_products(params, moves, _each(rates, params), sign=-1)
+        fused.add_products(params, moves, _scalars_per_parameter(rates, params), sign=-1)
 
 
 def _rename_trust(settings: dict[str, Any]) -> None:
@@ -275,7 +275,7 @@ def _warn_of_trust() -> None:
     warnings.warn(text, RenamedKeyWarning, stacklevel=3)
 
 
-def _each(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
+def _scalars_per_parameter(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
     """Return a scalar tensor for every parameter, in fp64 for a parameter in fp64: its element of a
     vector, else the same value for all."""
     made = torch.as_tensor(

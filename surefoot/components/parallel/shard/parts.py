@@ -76,7 +76,7 @@ def check_has_rows(named: Named) -> None:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedGroup:
     """A parameter group as the caller passed it: its settings, and each parameter with its name;
     unnamed ones are named by their index."""
 
@@ -93,7 +93,7 @@ class Listed:
         }
 
 
-def read_groups(given: Given) -> list[Listed]:
+def read_groups(given: Given) -> list[ListedGroup]:
     """Return the arguments of a torch optimizer as groups; a module is one group. A tied parameter
     appears once in a group.
 
@@ -101,7 +101,7 @@ def read_groups(given: Given) -> list[Listed]:
     a tensor that is not a leaf.
     """
     if isinstance(given, nn.Module):
-        return [Listed({}, [*given.named_parameters()], False)]
+        return [ListedGroup({}, [*given.named_parameters()], False)]
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise SpecError(
             f"there are parameters to split, and {_kind_of(given)} was given", hint=TAKES
@@ -125,7 +125,7 @@ def read_groups(given: Given) -> list[Listed]:
     return groups
 
 
-def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
+def _read_group(given: Mapping[str, Any], prefix: str) -> ListedGroup:
     settings = dict(given)
     held: Any = settings.pop("params", None)
     if isinstance(held, set | frozenset) or not isinstance(held, Iterable):
@@ -160,7 +160,7 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> Listed:
                 hint="give what it was computed of",
             )
         found.setdefault(id(parameter), (name, parameter))
-    return Listed(settings, [*found.values()], any(are_pairs))
+    return ListedGroup(settings, [*found.values()], any(are_pairs))
 
 
 def _kind_of(given: Any) -> str:

@@ -23,8 +23,8 @@ from surefoot.components.parallel.replicate import (
     FIRST_BUCKET_BYTES,
     Bucket,
     Replicas,
-    laid_like,
     pack_up,
+    view_like,
     wide_of,
 )
 from surefoot.components.parallel.shard.parts import (
@@ -50,7 +50,7 @@ class CutBucket(Bucket):
     slots: list[list[Tensor]]
 
 
-class _InParts:
+class _BucketReduceScatter:
     """Reduce-scatter of a bucket to the ranks of the shard axis, then an all-reduce of the part
     over the replicas."""
 
@@ -132,7 +132,7 @@ class ShardedState:
                     "and ShardedState was not given it",
                     hint="give it to ShardedState too, with requires_grad as it is trained",
                 )
-        return _Scattered(leaves, self._mesh, self._cuts, self._sizes)
+        return _GradientReduceScatter(leaves, self._mesh, self._cuts, self._sizes)
 
     def begin(self) -> None:
         """Do nothing at the start of a step."""
@@ -164,7 +164,7 @@ class ShardedState:
                         parameter[rows[rank].start : rows[rank].stop].copy_(slot)
 
 
-class _Scattered(Replicas):
+class _GradientReduceScatter(Replicas):
     """Reduce-scatter of the gradients of an update; the gradients of other ranks' rows are freed as
     soon as they are sent."""
 
@@ -187,7 +187,7 @@ class _Scattered(Replicas):
         ).zero_()
         parts = flat.view(group.size, -1)
         slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
-        wire = _InParts(flat, parts[group.rank], self._mesh)
+        wire = _BucketReduceScatter(flat, parts[group.rank], self._mesh)
         return CutBucket(
             list(parameters),
             flat,
@@ -234,6 +234,6 @@ def _slots(
     found, begin = [], 0
     for parameter, rows in zip(parameters, cuts, strict=True):
         like = parameter.detach()[rows[rank].start : rows[rank].stop]
-        found.append(laid_like(flat[begin : begin + like.numel()], like))
+        found.append(view_like(flat[begin : begin + like.numel()], like))
         begin += like.numel()
     return found

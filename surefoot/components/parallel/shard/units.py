@@ -16,7 +16,7 @@ HINT = (
     "weights are gathered by all ranks together: call the same blocks on every rank in every pass, "
     "branch inside of a block (memory.blocks names larger ones), or set layout.zero_stage = 1"
 )
-MOST_NAMED = 6
+MAX_NAMED = 6
 ROOT = "the model outside of its blocks"
 
 
@@ -90,7 +90,7 @@ class Units:
                 *(each for each, count in self._gathered.items() if count),
             }
             skipped = [title for each, title in self._titles.items() if each not in done]
-            listed = name_some(skipped, MOST_NAMED)
+            listed = name_some(skipped, MAX_NAMED)
             more = f", and has not called in this step: {listed}" if skipped else ""
             raise UserCodeError(
                 f"{error.message}: this rank {does} {self._titles[name]}{more}", hint=HINT

@@ -17,7 +17,7 @@ import torch
 
 from surefoot.components.profiler.phases.tally import Tally
 
-MOST_MARKS = 8192  # above this the events are read before the window ends
+MAX_MARKS = 8192  # above this the events are read before the window ends
 HOST, MARK, STEP = range(3)
 make_cuda_event: Callable[[], Any] = partial(torch.cuda.Event, enable_timing=True)
 Segment = tuple[int, int]  # a phase of the host, nanoseconds
@@ -65,7 +65,7 @@ class DeviceLine:
         """Record the end of a step; return whether so many events were recorded that they must be
         read."""
         self._line.append((STEP, number, collecting_ns))
-        return self._used > MOST_MARKS
+        return self._used > MAX_MARKS
 
     def wait(self) -> None:
         """Wait until the device is idle."""

@@ -10,9 +10,9 @@ from typing import Any, final
 from surefoot.contract.events import PHASES
 from surefoot.contract.state import Timing
 
-MOST_STEPS = 1000  # of one window
-MOST_OUTLIERS = 10  # of one window
-MOST_SAMPLED = 20_000  # of a run
+MAX_STEPS = 1000  # of one window
+MAX_OUTLIERS = 10  # of one window
+MAX_SAMPLED = 20_000  # of a run
 OUTLIER_TIMES = 3  # an outlier takes this many times the usual time
 OUTLIER_NS = 1_000_000  # and is longer by this much: below that it is system noise
 FEWEST = 8  # steps needed to know the usual time
@@ -52,7 +52,7 @@ class Tally:
     def end_step(self, number: int, now_ns: int, collecting_ns: int) -> None:
         """End a step; `collecting_ns` is the total time of garbage collection so far."""
         self._noted.append((number, now_ns, collecting_ns, self.spent_ns[:]))
-        if len(self._noted) > MOST_STEPS:
+        if len(self._noted) > MAX_STEPS:
             self._judge_noted()
 
     def take(self) -> Timing:
@@ -79,7 +79,7 @@ class Tally:
         if max(steps) > self._usual_ns + OUTLIER_NS:  # no compilation is faster
             self._explain([self._last, *noted])
         self._num_steps += len(steps)
-        del steps[MOST_STEPS - len(self._steps) :]
+        del steps[MAX_STEPS - len(self._steps) :]
         self._steps += steps
         self._recent += steps
         self._last = noted[-1]
@@ -97,7 +97,7 @@ class Tally:
                     elapsed_ns,
                     _outlier(ended[0], elapsed_ns, cause if cause in CAUSES else "first step"),
                 )
-            elif 0 < self._limit_ns < elapsed_ns and len(self._outliers) < MOST_OUTLIERS:
+            elif 0 < self._limit_ns < elapsed_ns and len(self._outliers) < MAX_OUTLIERS:
                 self._add_outlier(
                     _outlier(ended[0], elapsed_ns, self._cause(begun, ended, done, has_compiled))
                 )
@@ -119,7 +119,7 @@ class Tally:
     def _add_outlier(self, row: dict[str, Any]) -> None:
         self._outliers.append(row)
         self._slowest.append(row)
-        if len(self._slowest) > 10 * MOST_OUTLIERS:
+        if len(self._slowest) > 10 * MAX_OUTLIERS:
             self._slowest = _slowest(self._slowest)
 
     def _learn(self) -> None:
@@ -134,12 +134,12 @@ class Tally:
         self._keep(recent)
 
     def _keep(self, steps: Sequence[int]) -> None:
-        self._sample += self._sampled(steps)
-        if len(self._sample) > MOST_SAMPLED:
+        self._sample += self._subsample(steps)
+        if len(self._sample) > MAX_SAMPLED:
             del self._sample[1::2]
             self._stride *= 2
 
-    def _sampled(self, steps: Sequence[int]) -> Sequence[int]:
+    def _subsample(self, steps: Sequence[int]) -> Sequence[int]:
         """Return every `_stride`-th of the newest steps, counted over the run, so that the sample
         stays small."""
         return steps[-(self._num_steps - len(steps)) % self._stride :: self._stride]
@@ -148,7 +148,7 @@ class Tally:
         """Return the timing of the whole run: its phases, an even sample of its steps, and its
         slowest outlier steps."""
         phases = _seconds(self.spent_ns, [0] * len(self.spent_ns))
-        sample = [*self._sample, *self._sampled(self._recent)]
+        sample = [*self._sample, *self._subsample(self._recent)]
         return Timing(
             phases=phases, step_s=_rounded(sample), outliers=tuple(_slowest(self._slowest))
         )
@@ -176,4 +176,4 @@ def _rounded(steps_ns: Sequence[int]) -> tuple[float, ...]:
 
 
 def _slowest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    return sorted(rows, key=lambda row: -row["elapsed_s"])[:MOST_OUTLIERS]
+    return sorted(rows, key=lambda row: -row["elapsed_s"])[:MAX_OUTLIERS]

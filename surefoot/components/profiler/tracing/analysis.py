@@ -11,7 +11,7 @@ from typing import Any
 from surefoot.components.profiler.tracing import fold, trace
 from surefoot.components.profiler.tracing.collectives import CollectiveStats, find_collectives
 from surefoot.components.profiler.tracing.flame import draw as draw_flame
-from surefoot.components.profiler.tracing.memory import Known, Timeline, find_timeline
+from surefoot.components.profiler.tracing.memory import KnownBlocks, Timeline, find_timeline
 from surefoot.components.profiler.tracing.operators import OperatorStats, find_operators
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, hint_unwritten
@@ -83,7 +83,7 @@ def analyse(path: Path) -> TraceAnalysis:
         by_device=fold.by_device(found),
         memory=None
         if memory is None or not found.changes
-        else find_timeline(found, Known.of_row(memory)),
+        else find_timeline(found, KnownBlocks.of_row(memory)),
         facts=facts,
         collectives=find_collectives(found),
     )

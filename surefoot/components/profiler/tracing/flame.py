@@ -17,8 +17,8 @@ from surefoot.components.profiler.tracing.fold import StackFrame
 from surefoot.core.units import format_percent, format_seconds
 
 WIDTH, ROW, TOP, SIDE = 1200, 18, 46, 6
-LEAST_SHARE = 5e-4  # a frame under 0.6 of 1,200 pixels is not drawn
-MOST_DEEP = 120
+MIN_SHARE = 5e-4  # a frame under 0.6 of 1,200 pixels is not drawn
+MAX_DEPTH = 120
 CHARACTER = 6.4  # pixels of one at 11 px, monospaced
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
@@ -74,14 +74,14 @@ def boxes(root: StackFrame) -> Iterator[FlameBox]:
     """Yield the frames that are wide enough to be seen, each after its caller."""
     totals: dict[int, int] = {}
     _add_up(root, totals)
-    least_ns = LEAST_SHARE * totals[id(root)]
+    least_ns = MIN_SHARE * totals[id(root)]
     waiting = [FlameBox(root, 0, totals[id(root)], 0)]
     while waiting:
         box = waiting.pop()
         yield box
         left_ns, below = box.left_ns, []
         for child in box.frame.children.values():
-            if totals[id(child)] >= least_ns and box.row < MOST_DEEP:
+            if totals[id(child)] >= least_ns and box.row < MAX_DEPTH:
                 below.append(FlameBox(child, left_ns, totals[id(child)], box.row + 1))
             left_ns += totals[id(child)]
         waiting.extend(reversed(below))
@@ -117,7 +117,7 @@ def draw(root: StackFrame, title: str) -> str:
         f'<text class="t" x="{SIDE}" y="18">{_text(label)}</text>',
         (
             f'<text class="s" x="{SIDE}" y="36">'
-            f"frames under {format_percent(LEAST_SHARE)} are not drawn</text>"
+            f"frames under {format_percent(MIN_SHARE)} are not drawn</text>"
         ),
     ]
     parts += [_group(box, whole_ns) for box in drawn]

@@ -29,11 +29,11 @@ PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES = (
     "temporaries",
 )
 CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, TEMPORARIES)  # the longest-lived first
-MOST_POINTS = 2000
+MAX_POINTS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownBlocks:
     """Blocks whose category is known, address -> bytes, before the window and at its end, and the
     gradients that hooks saw.
 
@@ -98,7 +98,7 @@ class Timeline:
         return {"version": 1, "times_s": self.times_s, "categories": self.categories}
 
 
-def find_timeline(trace: Trace, known: Known) -> Timeline:
+def find_timeline(trace: Trace, known: KnownBlocks) -> Timeline:
     """Return the memory of a trace by category. Earlier blocks of unknown category are seen only
     once they are freed."""
     changes = [each for each in trace.changes if each.device == known.device]
@@ -161,7 +161,7 @@ def backward_passes(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _category(
-    block: Allocation, known: Known, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]
+    block: Allocation, known: KnownBlocks, passes: Sequence[tuple[int, int]], seen_ns: Iterable[int]
 ) -> str:
     if block.began_ns is None and block.category != TEMPORARIES:
         return block.category
@@ -211,7 +211,7 @@ def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
             points.pop()
         points.append((time_ns, tuple(now.values())))
     points.append((window[1], points[-1][1]))
-    stride = -(-len(points) // MOST_POINTS)
+    stride = -(-len(points) // MAX_POINTS)
     most = [
         max((values for _, values in points[at : at + stride]), key=sum)
         for at in range(0, len(points), stride)

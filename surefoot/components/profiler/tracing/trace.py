@@ -21,7 +21,7 @@ from surefoot.core.errors import InputError
 
 MAX_TEXT_BYTES = 4 << 30  # unpacked size; a longer file is not a trace of a window
 LARGEST = 1e18  # as microseconds 30,000 years
-MOST_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
+MAX_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
 STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
 OUR_STEP = "step "  # prefix of the step number; the warm-up step has no range
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
@@ -187,7 +187,7 @@ def _find_damage(slices: Sequence[Slice], changes: Sequence[MemoryChange]) -> st
         )
     return (
         "2^63 bytes or more were allocated at once"
-        if any(abs(each.num_bytes) >= MOST_ELEMENTS for each in changes)
+        if any(abs(each.num_bytes) >= MAX_ELEMENTS for each in changes)
         else None
     )
 
@@ -240,7 +240,7 @@ def is_shape(sizes: Any) -> bool:
         return False
     elements = 1
     for size in sizes:
-        if type(size) is not int or size < 0 or elements * size >= MOST_ELEMENTS:
+        if type(size) is not int or size < 0 or elements * size >= MAX_ELEMENTS:
             return False
         elements *= max(size, 1)
     return True

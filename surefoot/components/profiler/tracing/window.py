@@ -21,7 +21,12 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from surefoot.components.profiler.tracing import trace
-from surefoot.components.profiler.tracing.memory import GRADIENTS, OPTIMIZER, PARAMETERS, Known
+from surefoot.components.profiler.tracing.memory import (
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    KnownBlocks,
+)
 from surefoot.components.profiler.tracing.ranges import ModuleRanges, Ranges
 from surefoot.contract.run_folder import files
 from surefoot.core import place
@@ -30,7 +35,7 @@ from surefoot.core.process.memory_limits import find_available_bytes
 
 SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
-MOST_TRACE_BYTES = 50_000_000
+MAX_TRACE_BYTES = 50_000_000
 CHECK_EVERY = 20  # recorded steps between two readings of memory
 CLOSING_FACTOR = 60  # closing a window takes 20 to 56 times the memory of recording it
 
@@ -291,9 +296,9 @@ class Profiler:
             path, draft = self.folder / TRACE_FILE, self.folder / f".{TRACE_FILE}.draft.json.gz"
             draft.unlink(missing_ok=True)  # torch would write through a link
             running.export_chrome_trace(str(draft))
-            num_kept = trace.shrink(draft, MOST_TRACE_BYTES)
+            num_kept = trace.shrink(draft, MAX_TRACE_BYTES)
             draft.replace(path)
-            known = Known(
+            known = KnownBlocks(
                 before=self._before,
                 after=after,
                 gradients=self._gradients,

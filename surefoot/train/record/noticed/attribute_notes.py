@@ -23,7 +23,7 @@ KEEP_ONE = (
     "place, and return it from state() of the task, with 'per_rank' in "
     "state_on_ranks: the tensor of each rank is then saved and restored"
 )
-MOST_NAMED = 8
+MAX_NAMED = 8
 
 
 class AttributeNotes:
@@ -45,4 +45,4 @@ class AttributeNotes:
     def _take_new(self, names: Sequence[str]) -> str:
         new = [name for name in names if name not in self._reported]
         self._reported.update(new)
-        return name_some(new, MOST_NAMED)
+        return name_some(new, MAX_NAMED)

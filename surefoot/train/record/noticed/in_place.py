@@ -28,7 +28,7 @@ class WatchedForWrites:
         self._step, self._telling, self._stepper = step, telling, assembly.engine.stepper
         self._what = in_place.describe("the forward pass")
         is_known = any(warning.startswith(self._what) for warning in assembly.warnings)
-        self._lent = in_place.Lent(assembly.feed.source)
+        self._lent = in_place.InPlaceWriteCheck(assembly.feed.source)
         self._num_left = 0 if is_known else NUM_WATCHED
 
     def __call__(self, number: int) -> StepReport:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from surefoot.train.step import LiveUpdate
 
 TREE = "state.json"
-MOST_DEPTH = 4  # attributes of attributes, lists in dicts
-MOST_PARTS = 1000  # of one list or dict that are looked at
+MAX_DEPTH = 4  # attributes of attributes, lists in dicts
+MAX_PARTS = 1000  # of one list or dict that are looked at
 OF_TORCH = ("_parameters", "_buffers", "_modules")  # where a module registers what it holds
 OPAQUE = (Optimizer, FunctionType, MethodType, ModuleType, type, str, bytes, int, float, complex)
 Holders = dict[str, nn.Module | Tensor]
@@ -131,18 +131,18 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
         seen.add(id(value))
         if isinstance(value, nn.Module | Tensor):
             yield name, value
-        if isinstance(value, Tensor) or depth == MOST_DEPTH:
+        if isinstance(value, Tensor) or depth == MAX_DEPTH:
             continue
         todo.extend((path, part, depth + 1) for path, part in _parts(name, value))
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple):
-        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value[:MOST_PARTS]))
+        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value[:MAX_PARTS]))
     elif isinstance(value, dict):
         yield from (
             (f"{name}[{key!r}]", part)
-            for key, part in list(value.items())[:MOST_PARTS]
+            for key, part in list(value.items())[:MAX_PARTS]
             if isinstance(key, str | int)
         )
     elif isinstance(value, nn.Module):
@@ -213,7 +213,7 @@ def keep_outside(
         )
     named = list(own().values()) if own is not None else []
     outside = find_outside(
-        outside, [_AsSaved(each) if isinstance(each, nn.Module) else each for each in named]
+        outside, [_StateDictView(each) if isinstance(each, nn.Module) else each for each in named]
     )
     held, left = find_holders(outside, roots_of_task(task, model), [model, *named])
     refuse(left, "in the task's state()")
@@ -253,7 +253,7 @@ def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> lis
     return [f"{what} not registered in the model, so nothing trains or saves them: {way}"]
 
 
-class _AsSaved:
+class _StateDictView:
     """Module reduced to its state dict, which may leave parameters out."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -286,7 +286,7 @@ def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None
         "shapes" in each for update in (updates or {}).values() for each in update["optimizers"]
     ):
         return  # nothing was trained but the model
-    with checkpoint.taken_from(one.folder):
+    with checkpoint.as_run_folder_errors(one.folder):
         saved = checkpoint.join(tree["task"], one.read("state.safetensors"), one.folder)
     named = task.state() if task.state is not None else {}
     known: Holders = {

@@ -31,7 +31,7 @@ OF_RANK = "task-rank-"  # the files of tensors begin so
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
-class Gathered(NamedTuple):
+class PerRankState(NamedTuple):
     """Parts of other ranks for the checkpoint that rank 0 writes: tensors and texts, by file."""
 
     tensors: dict[str, dict[str, Tensor]] = {}  # noqa: RUF012 - never changed
@@ -138,7 +138,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def gather(group: Group, task: Resolved) -> Gathered:
+def gather(group: Group, task: Resolved) -> PerRankState:
     """Compare the replicated entries and send the per-rank entries to rank 0.
 
     Every rank must call this. Raises NumbersError, on all ranks, if a replicated entry differs from
@@ -156,7 +156,7 @@ def gather(group: Group, task: Resolved) -> Gathered:
             ),
         )
     if not (names := find_per_rank(task)):
-        return Gathered()
+        return PerRankState()
     assert task.state is not None
     state = task.state()
     tree = {name: read_entry(name, state[name]) for name in names}
@@ -168,14 +168,14 @@ def gather(group: Group, task: Resolved) -> Gathered:
     rows = [json.loads(text) for text in group.exchange(json.dumps([skeleton, table]))]
     contents = _send_to_first(group, held, max(_num_bytes(table) for _, table in rows))
     if contents is None:
-        return Gathered()
+        return PerRankState()
     files = {
         f"{OF_RANK}{rank}.safetensors": _unpack(table, contents[rank])
         for rank, (_, table) in enumerate(rows)
         if rank and table
     }
     trees = {str(rank): each for rank, (each, _) in enumerate(rows) if rank}
-    return Gathered(files, {TREES: json.dumps(trees).encode()})
+    return PerRankState(files, {TREES: json.dumps(trees).encode()})
 
 
 def _send_to_first(group: Group, held: Mapping[str, Tensor], most_bytes: int) -> Tensor | None:

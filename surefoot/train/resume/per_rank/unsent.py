@@ -24,7 +24,7 @@ Files = dict[str, dict[str, Tensor]]
 Names = Mapping[int, str]  # of a parameter, by its id
 
 
-def held_by(ranks: Ranks | None, names: Names) -> dict[str, LowRankState]:
+def powersgd_state_of(ranks: Ranks | None, names: Names) -> dict[str, LowRankState]:
     """Return the PowerSGD state by update and parameter name."""
     if ranks is None:
         return {}
@@ -50,7 +50,7 @@ def gather(ranks: Ranks | None, names: Names) -> Files:
     Tensors are sent one at a time, so that only rank 0 needs memory for them.
     """
     files: Files = {}
-    for name, each in held_by(ranks, names).items():
+    for name, each in powersgd_state_of(ranks, names).items():
         assert ranks is not None
         rows = ranks.group.gather_to_first(each.residual.to(ranks.group.device))
         if rows is None:
@@ -71,7 +71,7 @@ def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
     Every rank must call this. With a different number of ranks rank 0 takes the sum of all
     residuals: only the sum decides which gradients are sent in the end.
     """
-    held = held_by(ranks, names)
+    held = powersgd_state_of(ranks, names)
     for each in held.values():
         each.residual.zero_()
     saved = sorted(
