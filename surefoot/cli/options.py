@@ -232,7 +232,7 @@ def check_of_run(task: str | None, *, is_run: bool) -> None:
 
     if task is not None and not is_run:
         raise InputError(
-            f"--task {task} applies to a RUN, and a SPEC is given",
+            f"--task {task} applies to a RUN, but a SPEC is given",
             hint=f"for a SPEC, use --set task.use={task}",
         )
 
@@ -295,7 +295,7 @@ def launch_ranks(
         if run is None:
             raise InputError(
                 (
-                    f"--ranks {ranks} restarts the remaining ranks in a run folder, and no "
+                    f"--ranks {ranks} restarts the remaining ranks in a run folder, but no "
                     "run folder is given"
                 ),
                 hint="give --run DIR, without --fresh, --weights, --fork and --from",

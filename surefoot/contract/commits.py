@@ -59,8 +59,8 @@ def has_draft(run: Path) -> bool:
 def readable_steps(run: Path) -> list[int]:
     """Return the readable steps of a run, ascending.
 
-    These are the steps that have a folder, and the steps of which only the folder that was being
-    replaced is left.
+    These are the steps that have a folder, and the steps whose only remaining folder was being
+    replaced.
     """
     folders = (run / manifest.FOLDER).glob(f"{OLD}*")
     found = (manifest.STEP_FOLDER.match(path.name.removeprefix(OLD)) for path in folders)

@@ -207,7 +207,7 @@ def read(folder: Path) -> Manifest:
     for each in (folder, *([folder.parent] if folder.parent.name == FOLDER else [])):
         if each.is_symlink():
             raise RunFolderError(
-                f"{each} is a link, and a checkpoint must be a folder", hint=UNLINK
+                f"{each} is a link, but a checkpoint must be a folder", hint=UNLINK
             )
     row = _read_row(path)
     try:

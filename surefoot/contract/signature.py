@@ -137,7 +137,7 @@ def find_parameters(use: str) -> list[Parameter] | None:
         raise TaskError(f"there is no task file {str(path)[:500]}", hint=NAMING)
     if module.endswith(".py") and not colon:
         raise TaskError(
-            f"{path} is a file, and a task is a class in a file", hint=suggest_class(path)
+            f"{path} is a file, but a task is a class in a file", hint=suggest_class(path)
         )
     try:
         tree = ast.parse(path.read_bytes())

@@ -355,7 +355,7 @@ def check_not_importing() -> None:
 
 def _unguarded(where: str) -> TaskError:
     return TaskError(
-        f"{where} starts a run when it is imported, and it is imported only for its definitions",
+        f"{where} starts a run when it is imported, but it is imported only for its definitions",
         hint='write `if __name__ == "__main__":` above the lines that train, and indent them',
     )
 

@@ -81,7 +81,7 @@ def find_published(device: str) -> Peaks | None:
 class Machine:
     """A host as described by the operating system.
 
-    `memory_bytes` and `cores` are what this process may use, also in a container.
+    `memory_bytes` and `cores` are what this process may use, even in a container.
     """
 
     system: str

@@ -272,7 +272,7 @@ def close_in_children(owner: Any) -> None:
     """Close `owner._descriptor` in every process forked from this one, and set it to -1 there.
 
     A lock or a file that a forked worker inherits would stay held, or open, as long as that worker
-    lives, also after its parent was killed. A program that is started with exec inherits neither:
+    lives, even after its parent was killed. A program that is started with exec inherits neither:
     the descriptors are opened with O_CLOEXEC.
     """
     call_in_children(owner, _close_inherited)

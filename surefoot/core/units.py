@@ -166,7 +166,7 @@ class Duration:
             steps = exact * total_steps / 100
         elif self.unit == "%":
             raise SpecError(
-                f"{self} is a share of the run, and the number of steps of the run is not known",
+                f"{self} is a share of the run, but the number of steps of the run is not known",
                 hint="give it in steps or epochs",
             )
         elif self.unit == "tokens":

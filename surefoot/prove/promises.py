@@ -50,7 +50,7 @@ KEPT = (
         name="Every sample exactly once",
         cases=("F26",),
         words=(
-            "In the same order, also when a run resumes with a different number of processes and "
+            "In the same order, even when a run resumes with a different number of processes and "
             "the same global batch."
         ),
     ),

@@ -415,7 +415,7 @@ def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, Better]
     better = "lower" if chosen == "loss" else getattr(metrics[chosen], "better", None)
     if better not in get_args(Better):
         raise TaskError(
-            f"metric {chosen!r} selects the best checkpoint, and its `better` is {better!r}",
+            f"metric {chosen!r} selects the best checkpoint, but its `better` is {better!r}",
             hint='set `better` to "higher" or "lower"',
         )
     return chosen, cast(Better, better)

@@ -249,7 +249,7 @@ def _check_first(
         made = forward(next(iter(batches(source, count - 1, torch.device("cpu")))))
     except Exception:  # noqa: BLE001 - a model may be built for batches of one size
         return
-    outputs.check_follows(made, count - 1)
+    outputs.check_num_rows(made, count - 1)
 
 
 def export_run(

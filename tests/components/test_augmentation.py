@@ -382,7 +382,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         "is not a color of 3 channels",
     ),
     "no step": (Pipeline, "needs a step"),
-    "a class as a step": (lambda: Pipeline(Mirror), "give steps"),
+    "a class as a step": (lambda: Pipeline(Mirror), "pass steps"),
 }
 
 

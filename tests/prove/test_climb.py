@@ -206,7 +206,7 @@ def test_a_rung_of_several_ranks_is_checked_and_measured(
     )
     assert ranks["reason"].startswith("1 pairs are too few")
     assert ranks["time_ratio"]["estimate"] > 1.0  # CPU time is that of both
-    assert "its results differ from those of the start" in wrong["reason"]
+    assert "its results differ from those of the baseline" in wrong["reason"]
 
 
 @pytest.mark.slow  # half a minute: the tests have ten
@@ -228,7 +228,7 @@ def test_no_run_is_spent_on_what_its_numbers_refuse_where_that_is_asked_for(
         "fails",
         None,
     )
-    assert "its results differ from those of the start" in wrong["reason"]
+    assert "its results differ from those of the baseline" in wrong["reason"]
     assert row["num_runs"] == 4  # the start, its gradients twice, and those of the rung
 
 

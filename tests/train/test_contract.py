@@ -335,7 +335,7 @@ REFUSED: dict[type[Cells], str] = {
     NotAdditive: "not additive",
     TwoTerms: "counts that are not known before the forward pass",
     OtherCount: (
-        r"counts\(batch\) returned 8 for the term size of update loss, and its loss counts 24"
+        r"counts\(batch\) returned 8 for the term size of update loss, but its loss counts 24"
     ),
     NoSuchTerm: "names no 'size'",
     LearnedWeight: "the weight of term loss is a Tensor",

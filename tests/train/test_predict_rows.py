@@ -253,5 +253,5 @@ def test_a_time_as_long_as_the_batch_is_told_from_it(
     )
     assert call(monkeypatch, "predict", run, "--quiet") == 2
     said = capsys.readouterr().err
-    assert f"its dimension 0, of {batch}, is not the batch's" in said
+    assert f"its dimension 0 has {batch} rows, not" in said
     assert "output.movedim(1, 0)" in said

@@ -312,7 +312,7 @@ def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(tmp_path: Pat
 def test_a_loop_that_was_saved_by_other_ranks_is_refused_with_both_numbers(tmp_path: Path) -> None:
     launch("by hand", tmp_path, "a", passes=1)
     found = run_ranks(3, lambda rank: train(rank, tmp_path, "by hand", "b", size=3), tmp_path / "b")
-    told = "was saved by a loop on 2 ranks, and this loop runs on 3 ranks"
+    told = "was saved by a loop on 2 ranks, but this loop runs on 3 ranks"
     assert [told in each["error"] for each in found] == [True] * 3
     model = Net()
     given: Any = {
@@ -323,7 +323,7 @@ def test_a_loop_that_was_saved_by_other_ranks_is_refused_with_both_numbers(tmp_p
     }
     schedule = torch.optim.lr_scheduler.StepLR(given["optimizer"], 3)
     with pytest.raises(
-        SurefootError, match="by a loop on 2 ranks, and this loop runs on one process"
+        SurefootError, match="by a loop on 2 ranks, but this loop runs on one process"
     ):
         surefoot.attach(**given, state={"schedule": schedule})
 

@@ -11,7 +11,7 @@ def check(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     """Check that a run folder is complete and undamaged.
 
     The command checks the spec, the log, the ledger, and every byte of every checkpoint that the
-    log names, also in a copied folder. The exit code is 1 if a part is damaged or missing.
+    log names, even in a copied folder. The exit code is 1 if a part is damaged or missing.
     """
     from surefoot.cli.operate import wholeness
 

@@ -41,7 +41,7 @@ def formats(
     """
     if spec is None and (set_ or seed is not None or data is not None):
         raise InputError(
-            "--set, --seed and --data need a SPEC, and none is given",
+            "--set, --seed and --data need a SPEC, but none is given",
             hint="surefoot formats digits --seed 1",
         )
     from dataclasses import asdict

@@ -221,7 +221,7 @@ def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None])
     layout = row.get("layout", "1")
     if layout != "1":
         print(
-            f"note: --measure runs one process, and the prediction is for a rank of {layout}: "
+            f"note: --measure runs one process, but the prediction is for a rank of {layout}: "
             "they are not compared; "
             "surefoot train SPEC --ranks N --set memory.predict=true measures a rank",
             file=sys.stderr,

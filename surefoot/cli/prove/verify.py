@@ -47,7 +47,7 @@ ResumeOption = Annotated[
 ]
 PrecisionOption = Annotated[
     bool,
-    typer.Option("--precision", help="compare the spec's precision with fp32 instead, by scores"),
+    typer.Option("--precision", help="compare the spec's precision with fp32, by their scores"),
 ]
 CompileOption = Annotated[
     bool,
@@ -118,7 +118,7 @@ def verify(
     quiet: QuietOption = False,
     traceback: TracebackOption = False,
 ) -> int:
-    """Test whether training is bitwise repeatable, also when the run is killed and resumed.
+    """Test whether training is bitwise repeatable, even when the run is killed and resumed.
 
     Two uninterrupted runs in fresh processes are compared with each other, and then with a run that
     is killed with SIGKILL and resumed. The output names the first step and component that differ;

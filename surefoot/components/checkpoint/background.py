@@ -67,9 +67,9 @@ class Saver:
         return SaveResult(content.step, elapsed_s, elapsed_s, made)
 
     def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Start a background save of `content` and of the tensors in `moving`, given by file.
+        """Start a background save of `content` and of the tensors in `moving`, grouped by file.
 
-        The tensors of `moving` are copied until `before_update` returns. `finish` must have
+        The tensors of `moving` are copied before `before_update` returns. `finish` must have
         returned the result of the previous save. Returns False if the system cannot start a thread.
         """
         self._done, self._crash, self._torn, self._waited_s = None, None, None, 0.0

@@ -317,7 +317,7 @@ def fill(name: str, tensor: Tensor, held: Tensor) -> None:
             ):
                 raise RunFolderError(
                     (
-                        f"{name} is expanded, one value for {size} along dimension {dim}, and "
+                        f"{name} is expanded, one value for {size} along dimension {dim}, but "
                         "the checkpoint contains different values"
                     ),
                     hint="make it contiguous: tensor.clone()",

@@ -74,7 +74,7 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         if value.bit_length() > MAX_INT_BITS:
             raise TaskError(
                 (
-                    f"{place} is an integer of {value.bit_length():,} bits, and a checkpoint "
+                    f"{place} is an integer of {value.bit_length():,} bits, but a checkpoint "
                     f"stores up to {MAX_INT_BITS:,}"
                 ),
                 hint="store it as bytes: number.to_bytes(...)",

@@ -104,7 +104,7 @@ class Feed:
         if self._end == 0:
             raise DataError(
                 (
-                    f"a batch of {batch} is larger than the data set of {n} samples, and "
+                    f"a batch of {batch} is larger than the data set of {n} samples, but "
                     "data.last_batch is 'drop'"
                 ),
                 hint=f'use a batch of {n} or less, or data.last_batch = "keep"',

@@ -84,7 +84,7 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
     """Raise SpecError for sources and settings that require a constant batch size."""
     if isinstance(source, Iterated):
         raise SpecError(
-            f"train.ramp is given, and the source returns whole batches: {source.describe()}",
+            f"train.ramp is given, but the source returns whole batches: {source.describe()}",
             hint="leave it out",
         )
     if spec.data.last_batch == "drop":

@@ -222,7 +222,7 @@ def _work_of(name: str, args: tuple[Any, ...], output: Any) -> ProductWork:
 
 
 def keep_products() -> Contexts:
-    """Return the contexts of the same policy for a compiler.
+    """Return selective checkpointing contexts with the policy of Products, for torch.compile.
 
     A compiler takes only torch's selective checkpointing contexts, and determines itself which
     outputs the backward pass needs.

@@ -144,7 +144,7 @@ class FromTorchmetrics:
         if not isinstance(metric, torchmetrics.Metric):
             raise TaskError(
                 f"{type(metric).__name__} is not a torchmetrics metric",
-                hint="give torchmetrics.F1Score(...) or the like",
+                hint="pass torchmetrics.F1Score(...) or the like",
             )
         self._metric = metric
         higher = metric.higher_is_better

@@ -119,7 +119,7 @@ class Console:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """Print a warning, also when quiet: something was lost."""
+        """Print a warning, even when quiet: something was lost."""
         self._print(f"surefoot: {text}")
 
     def _print(self, text: str) -> None:

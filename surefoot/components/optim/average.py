@@ -141,7 +141,7 @@ class WeightAverage:
                 raise RunFolderError(
                     (
                         f"the saved averages are of {len(given)} {kind}, with shapes "
-                        f"{given}, and this WeightAverage has {len(shapes)}: {shapes}"
+                        f"{given}, but this WeightAverage has {len(shapes)}: {shapes}"
                     )[:MAX_CHARACTERS],
                     hint=(
                         "build the WeightAverage over the same parameters and buffers, in "

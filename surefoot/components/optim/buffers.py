@@ -104,7 +104,7 @@ class LiveBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore what `keep` copied, also in the middle of a step."""
+        """Restore what `keep` copied, even in the middle of a step."""
         for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
             tensor.copy_(copy)
             if getattr(module, name) is not tensor:

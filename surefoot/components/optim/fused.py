@@ -356,7 +356,7 @@ def norm_of(grads: Sequence[Tensor]) -> Tensor:
         if all(grad.layout == torch.strided for grad in grads):
             raise
         raise TaskError(
-            "a gradient is sparse, and the fused update needs dense gradients",
+            "a gradient is sparse, but the fused update needs dense gradients",
             hint="build the embedding with sparse=False",
         ) from None
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -93,7 +93,7 @@ class GuardedUpdate:
             parameter.is_complex() for parameter in self._parameters
         ):
             raise SpecError(
-                "clip_value limits each element of a gradient, and a trained parameter is complex",
+                "clip_value limits each element of a gradient, but a trained parameter is complex",
                 hint="use optim.clip, which limits the norm, or leave clip_value out",
             )
         self._masters = [
@@ -150,7 +150,7 @@ class GuardedUpdate:
         if self.on_device and not all(fused_groups_of(each) for each in optimizers):
             raise SpecError(
                 (
-                    f"{type(optimizers[0]).__name__} has no fused update, and the other "
+                    f"{type(optimizers[0]).__name__} has no fused update, but the other "
                     "optimizers have one"
                 ),
                 hint="use optimizers of one type",
@@ -247,7 +247,7 @@ class GuardedUpdate:
             if groups is not None and any(each is parameter for each in held):
                 raise TaskError(
                     (
-                        "a gradient is sparse, and the fused update of "
+                        "a gradient is sparse, but the fused update of "
                         f"{type(optimizer).__name__} needs dense gradients"
                     ),
                     hint=(
@@ -338,7 +338,7 @@ class GuardedUpdate:
                 raise SpecError(
                     (
                         f"{ONE_GRAPH} supports the fused updates of sgd, adam, adamw, lars and "
-                        "lamb, and an optimizer is "
+                        "lamb, but an optimizer is "
                         f"{type(optimizer).__name__}{_how_not_fused(optimizer)}"
                     ),
                     hint=(

@@ -96,8 +96,8 @@ def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
 
 
 class InOrder:
-    """Bucket reducer with a fixed order: each rank gathers all buckets, and adds neighbors, then
-    pairs of them."""
+    """Bucket reducer with a fixed order: each rank gathers this bucket of all ranks, and adds
+    neighbors, then pairs of these sums."""
 
     def __init__(self, flat: Tensor, group: Group) -> None:
         self._flat, self._group = flat, group

@@ -84,7 +84,7 @@ def to_float8(
     found = find_linear(model, kept)
     if not found.layers:
         raise SpecError(
-            "precision.compute is 'float8', and no linear layer of the model is: "
+            "precision.compute is 'float8', but no linear layer of the model is: "
             f"{'; '.join(found.notes[1:]) or 'it has none'}",
             hint="use bf16, or sizes that are multiples of 16",
         )

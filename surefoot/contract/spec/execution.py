@@ -28,8 +28,8 @@ class PrecisionTable(SpecTable):
     compute: Literal["fp32", "tf32", "bf16", "fp16", "float8", "auto"] = Field(
         "fp32",
         description=(
-            "Dtype of forward and backward pass; float8: in linear layers; auto: the best "
-            "other dtype of the device; weights and optimizer state stay fp32."
+            "Dtype of forward and backward pass; float8: in linear layers; auto: bf16, "
+            "fp16 or fp32, the first with device support; weights and optimizer state stay fp32."
         ),
     )
     emulate: bool = Field(

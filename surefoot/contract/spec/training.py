@@ -287,7 +287,7 @@ class TrainTable(SpecTable):
                 size for size in range(1, math.gcd(*batches) + 1) if math.gcd(*batches) % size == 0
             ]
             raise ValueError(
-                f"microbatch = {self.microbatch} does not divide {wrong[0]} of ramp; "
+                f"microbatch = {self.microbatch} does not divide {wrong[0]}, a batch of ramp; "
                 f"use one of {legal}"
             )
 

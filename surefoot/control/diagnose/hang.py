@@ -95,7 +95,7 @@ def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
     where = _where(rows[0])
     return Hang(
         (),
-        f"all {len(rows)} ranks are in {where}, and it does not end: "
+        f"all {len(rows)} ranks are in {where}, but it does not end: "
         "the network between them is cut, or too slow",
     )
 

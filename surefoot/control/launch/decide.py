@@ -80,7 +80,7 @@ class Rules:
 class RestartHistory:
     """History of a run's failures; checkpoints are counted from the start of its supervisor.
 
-    `in_vain` counts the failed attempts from the last one that wrote a checkpoint on, including
+    `in_vain` counts the failed attempts since the last one that wrote a checkpoint, including
     that one. `last` is the slot that failed last, `streak` how many times in a row it failed.
     `crash` is the slot that crashed last and the number of checkpoints at that time. `out` maps
     each slot that was left out to the number of checkpoints from which it is tried again, `waits`

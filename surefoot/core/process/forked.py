@@ -29,7 +29,7 @@ class OwningProcess:
 
     def describe(self, what: str) -> str:
         return (
-            f"{what} belongs to process {self._process}, and this is process {os.getpid()}, "
+            f"{what} belongs to process {self._process}, but this is process {os.getpid()}, "
             "which was forked from it"
         )
 

@@ -33,7 +33,7 @@ def is_of_surefoot(file: str, below: str = "") -> bool:
 def is_of_library(file: str) -> bool:
     """Return whether `file` belongs to Python or an installed package.
 
-    True also for code without a file, such as `<string>`.
+    Also true for code without a file, such as `<string>`.
 
     >>> import enum
     >>> is_of_library(enum.__file__), is_of_library("/home/me/lib/python/task.py")

@@ -218,7 +218,7 @@ def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier
     if not pieces or min(lengths) < 1 or sum(lengths) != total:
         shown = " + ".join(str(length) for length in lengths) or "no curve"
         raise SpecError(
-            f"the sequence has {shown} = {sum(lengths)} steps, and the run has {total}",
+            f"the sequence has {shown} = {sum(lengths)} steps, but the run has {total}",
             hint="give lengths of at least 1 step whose sum is the steps of the run",
         )
     starts = [sum(lengths[:index]) for index in range(len(lengths))]

@@ -103,7 +103,7 @@ class BucketTuning:
 
     @property
     def advised_bytes(self) -> float | None:
-        """Bucket size that latency and bandwidth advise; None without a bandwidth."""
+        """Bucket size computed from latency and bandwidth; None without a bandwidth."""
         return best_bucket_bytes(self.gradient_bytes, self.link)
 
     @property
@@ -203,9 +203,7 @@ class _Bench:
     def __init__(self, rehearsal: Rehearsal, group: Group, tell: Tell) -> None:
         ranks = rehearsal.assembly.engine.stepper.ranks
         if ranks is None:
-            raise InputError(
-                "one rank sums its gradients with nobody", hint="use --ranks 2 or more"
-            )
+            raise InputError("one rank has no gradients to reduce", hint="use --ranks 2 or more")
         self.rehearsal, self.group, self.tell = rehearsal, group, tell
         self._ranks: Ranks = ranks
 

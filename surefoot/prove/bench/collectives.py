@@ -59,7 +59,7 @@ def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
         ) from None
     if chosen.type == "cuda" and transport != "auto":
         raise InputError(
-            f"--transport is {transport}, and GPUs use NCCL",
+            f"--transport is {transport}, but GPUs use NCCL",
             hint="leave it out, or give --device cpu",
         )
     with join(

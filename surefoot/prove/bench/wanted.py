@@ -61,7 +61,7 @@ class Sizes:
         if needed > there / 2:
             raise InputError(
                 f"{ranks} ranks with buffers of {self.largest:,} bytes need {needed:,} bytes, "
-                f"and this host has {there:,}",
+                f"but this host has {there:,}",
                 hint=f'use --largest "{there // (2 * HELD * ranks) >> 20} MiB" or less',
             )
 

@@ -72,8 +72,8 @@ def link_by_name(at: MutationTarget) -> None:
     at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
 
 
-def in_its_place(at: MutationTarget, make: Callable[[Path], object]) -> None:
-    """Make something else under the name of the file.
+def replace_by(at: MutationTarget, make: Callable[[Path], object]) -> None:
+    """Delete the file, and make something else at its path.
 
     A process that opens a pipe to read waits for a writer that never comes.
     """
@@ -129,8 +129,8 @@ KINDS: Mapping[str, Kind] = {
     "spliced": splice,
     "duplicated": duplicate,
     "symbolic link": link_by_name,
-    "a folder": lambda at: in_its_place(at, Path.mkdir),
-    "a pipe": lambda at: in_its_place(at, os.mkfifo),
+    "a folder": lambda at: replace_by(at, Path.mkdir),
+    "a pipe": lambda at: replace_by(at, os.mkfifo),
     "folder linked": link_the_folder,
     # no damage: a file that no manifest names, and a hard link outside of the run
     "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(

@@ -140,7 +140,7 @@ def fill_disk(run: Path, percent: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mount_memory_disk(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
-    """Mount over a folder, by the arguments of each `mount`; afterwards unmount.
+    """Mount over a folder, with the arguments of each `mount`; unmount at the end.
 
     Raises TaskError where mounting is not permitted.
     """

@@ -257,7 +257,7 @@ class Climb:
 
     @property
     def _ground_words(self) -> str:
-        return "the start" if self._ground == self.start else f"the rung {self._ground_name}"
+        return "the baseline" if self._ground == self.start else f"the rung {self._ground_name}"
 
     def _words(self, rung: Rung, step: Ratios) -> str:
         return (

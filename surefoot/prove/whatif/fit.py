@@ -128,7 +128,7 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
     limit = there if asked_bytes is None else asked_bytes
     if not 0 < limit <= there:
         raise InputError(
-            f"the limit is {format_bytes(limit)}, and there are {format_bytes(there)}",
+            f"the limit is {format_bytes(limit)}, but there are {format_bytes(there)}",
             hint="give a part of that",
         )
     return limit

@@ -440,7 +440,7 @@ def meet(
                     "(memfd_create)"
                 )
                 raise InputError(
-                    f"layout.transport is 'shared_memory', and {why}",
+                    f"layout.transport is 'shared_memory', but {why}",
                     hint='leave it out, or set layout.transport = "gloo"',
                 )
             return None

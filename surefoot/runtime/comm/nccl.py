@@ -122,7 +122,7 @@ def check_names(given: Mapping[str, str]) -> list[str]:
         if near:
             raise InputError(
                 (
-                    f"the variable {name} is set, and NCCL has no variable of that name: NCCL "
+                    f"the variable {name} is set, but NCCL has no variable of that name: NCCL "
                     "would ignore it silently"
                 ),
                 hint=f"did you mean {PREFIX}{near[0]}? Otherwise unset it",

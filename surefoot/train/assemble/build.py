@@ -254,7 +254,7 @@ def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
     """Return the gradient noise estimator. Raises SpecError without two batch sizes to compare."""
     if feed.microbatch >= feed.batch or len(updates) > 1:
         raise SpecError(
-            "observe.noise compares the gradient of a microbatch with that of its batch, and there "
+            "observe.noise compares the gradient of a microbatch with that of its batch, but there "
             + (
                 "are several updates"
                 if len(updates) > 1

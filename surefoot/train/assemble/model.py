@@ -29,7 +29,7 @@ def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
         and not (join_batchnorm(model) if how == "sync" else convert_batchnorm(model, how))
     ):
         raise SpecError(
-            f"train.batchnorm is {spec.train.batchnorm!r}, and the model has no BatchNorm",
+            f"train.batchnorm is {spec.train.batchnorm!r}, but the model has no BatchNorm",
             hint="leave train.batchnorm out",
         )
     return model

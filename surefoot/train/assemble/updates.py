@@ -50,7 +50,7 @@ def make_updates(
     many = len(stated) > 1
     if many and spec.memory.update_in_backward:
         raise SpecError(
-            f"memory.update_in_backward supports one update, and task {task.name} "
+            f"memory.update_in_backward supports one Update, but task {task.name} "
             f"has {len(stated)}",
             hint="set memory.update_in_backward = false",
         )
@@ -96,7 +96,7 @@ def _own_curve(
 ) -> Callable[[int], float]:
     if total_steps is None:
         raise SpecError(
-            f"train.length is {spec.train.length}, and the task's schedule(step, total_steps) "
+            f"train.length is {spec.train.length}, but the task's schedule(step, total_steps) "
             "needs the number of steps",
             hint="give the length in steps or epochs, or name a schedule under [schedule]",
         )

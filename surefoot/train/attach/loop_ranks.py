@@ -59,7 +59,7 @@ def find_group(given: Path | None) -> Group:
         wanted = meeting.exchange("" if given is None else str(given.absolute()))
     except (RuntimeError, LostRank) as error:
         raise LostRank(
-            f"rank {rank} of {size} called surefoot.attach, and another rank did not "
+            f"rank {rank} of {size} called surefoot.attach, but another rank did not "
             f"call it within {WAIT_S:g} s",
             hint=(
                 "call attach on every rank, after init_process_group: rank 0 writes the folder, "
@@ -427,7 +427,7 @@ def check_num_ranks(run: Path, made: Manifest, size: int) -> None:
     saved = made.layout["world_size"]
     if saved != size:
         raise RunFolderError(
-            f"step {made.step:,} of {run} was saved by a loop on {_count(saved)}, and this loop "
+            f"step {made.step:,} of {run} was saved by a loop on {_count(saved)}, but this loop "
             f"runs on {_count(size)}",
             hint=(
                 f"start it on {_count(saved)} (torchrun --nproc-per-node={saved} on one host), or "

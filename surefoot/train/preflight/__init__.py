@@ -20,7 +20,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     offload = assembly.spec.memory.offload
     if offload != "none" and assembly.engine.device.type == "cpu":
         raise SpecError(
-            f"memory.offload is {offload!r}, and the run is on a CPU: the tensors are "
+            f"memory.offload is {offload!r}, but the run is on a CPU: the tensors are "
             "already in host memory",
             hint=(
                 "leave memory.offload out; to use less memory set "

@@ -139,7 +139,7 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
 def computing(assembly: Assembly) -> AbstractContextManager[Any]:
     """Return the context of the trial forward passes: fp32, unless weights are stored in bf16.
 
-    fp32 distinguishes a sum from a mean best; weights stored in bf16 cannot compute in fp32.
+    fp32 best separates a summed loss from a mean; weights stored in bf16 cannot compute in fp32.
     """
     return (
         assembly.engine.policy.context()
@@ -231,7 +231,7 @@ def _check_counts(
             raise TaskError(
                 f"counts(batch) returned {float(said):g} for the term {term.name} of "
                 f"update {name}, "
-                f"and its loss counts {float(term.count):g}",
+                f"but its loss counts {float(term.count):g}",
                 hint=(
                     "count the same items in counts(batch) and in the loss; for "
                     "several terms return {term: count}"

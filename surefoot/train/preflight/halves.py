@@ -234,7 +234,7 @@ def _report(
     )
     if is_refused:
         raise TaskError(
-            f"{what}, and the run divides its batches",
+            f"{what}, but the run divides its batches",
             hint=f"{broadcast}; {WAYS_OUT}" if broadcast else WAYS_OUT,
         )
     cause = f"; {broadcast}" if broadcast else ""

@@ -101,7 +101,7 @@ def predict(
     """
     if RecomputeChoice.parse(spec.memory.activation_checkpointing).kind == "budget":
         raise InputError(
-            "a memory budget needs measured blocks, and a prediction runs nothing",
+            "a memory budget needs measured blocks, but a prediction runs nothing",
             hint=(
                 'set memory.activation_checkpointing = "none" or "full", or measure three steps: '
                 "--measure"

@@ -51,7 +51,7 @@ class Outputs:
         """Return whether a dimension other than the first is as long as the batch."""
         return any(size in part.shape[1:] for parts in self._rows.values() for part in parts)
 
-    def check_follows(self, made: Any, fewer: int) -> None:
+    def check_num_rows(self, made: Any, fewer: int) -> None:
         """Raise TaskError if an output for `fewer` samples does not have `fewer` rows."""
         for name, value in _leaves(made, "", fewer):
             if (
@@ -62,7 +62,7 @@ class Outputs:
             ):
                 raise TaskError(
                     f"{name!r} has shape {tuple(value.shape)} for {fewer} samples: its dimension "
-                    f"0, of {rows}, is not the batch's",
+                    f"0 has {rows} rows, not {fewer}",
                     hint=_hint({name: value}, fewer),
                 )
 

@@ -66,7 +66,7 @@ class Scores:
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
 
     def clock(self, training_s: float) -> dict[str, float]:
-        """Return the training time for a checkpoint, with the totals of a fork's parent.
+        """Return the training time for a checkpoint, and in a fork the parent's totals.
 
         The throughput of a fork leaves the parent's training time, samples and items out.
         """

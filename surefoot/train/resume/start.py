@@ -84,7 +84,7 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
     total = assembly.course.total_steps
     if total is not None and start.step >= total:
         raise SpecError(
-            f"train.length is {assembly.spec.train.length}, and the fork starts after "
+            f"train.length is {assembly.spec.train.length}, but the fork starts after "
             f"step {start.step:,}: no step is left",
             hint=(
                 f"make the run longer: --steps {2 * max(1, start.step)}, or start "
@@ -113,7 +113,7 @@ def _check_time_left(commit: Commit, saved: Mapping[str, Any], assembly: Assembl
         spent_s = float(saved["clock"]["training_s"])
     if spent_s >= assembly.course.length.value:
         raise SpecError(
-            f"train.length is {assembly.spec.train.length}, and {commit.folder} was "
+            f"train.length is {assembly.spec.train.length}, but {commit.folder} was "
             f"saved after {spent_s:.0f} s of training: no time is left",
             hint=(
                 "make the run longer: --set "
@@ -242,7 +242,7 @@ def check_can_begin_anew(chosen: Chosen) -> None:
     """
     if chosen.done is not None:
         raise RunFolderError(
-            f"{chosen.folder} is {chosen.done[0]}, and all of its checkpoints are "
+            f"{chosen.folder} is {chosen.done[0]}, but all of its checkpoints are "
             "damaged or weights-only",
             hint="train from step 0 in a new folder: Run(..., fresh=True)",
         )

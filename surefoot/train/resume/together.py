@@ -58,7 +58,7 @@ def join_ranks(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]
     device = find_device(spec.train.device)
     if device.type == "cuda" and spec.layout.transport != "auto":
         raise SpecError(
-            f"layout.transport is {spec.layout.transport!r}, and GPUs use NCCL",
+            f"layout.transport is {spec.layout.transport!r}, but GPUs use NCCL",
             hint="leave layout.transport out",
         )
     with contextlib.ExitStack() as stack:

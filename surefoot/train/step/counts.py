@@ -28,7 +28,7 @@ def check_count(name: str, count: Count) -> None:
 def check_gathered(
     counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]
 ) -> None:
-    """Raise TaskError if the loss counts the rows of all ranks and `counts(batch)` its own."""
+    """Raise TaskError if the loss counts all ranks' rows and `counts(batch)` this rank's."""
     for name, (_, count, _) in mine.items():
         said = counts.get(name) if isinstance(counts, Mapping) else counts
         if said is not None and said != float(count):

@@ -75,7 +75,7 @@ class Ranks:
         self.checks_after: Callable[[int], bool] = lambda number: False
 
     def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
-        """Set the gradient bucket size in bytes, that of the first bucket apart; between two steps.
+        """Set the gradient bucket size in bytes, and that of the first bucket, between two steps.
 
         Parameters are in the order of the model, not of the optimizer's groups: biases and norms
         form a group and come from every layer, so that a first bucket of them would be complete
@@ -163,7 +163,7 @@ class Ranks:
     def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
         """Return the loss terms of update `index` over all ranks; finish its gradient reduction.
 
-        Gradients that need a factor first are left to `finish`.
+        Gradients that must be scaled first are left to `finish`.
         """
         if not self._was_told:
             self.paces.end_passes()

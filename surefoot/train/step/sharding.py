@@ -77,7 +77,7 @@ def check_keys(spec: RunSpec, num_ranks: int) -> None:
         ),
         "optim.name": (
             spec.optim.name == "muon",
-            "its update needs whole tensors, and a rank updates rows of tensors",
+            "its update needs whole tensors, but a rank updates rows of tensors",
         ),
         "compile.what": (
             stage > 1 and spec.compile.what not in (None, "none"),
@@ -114,7 +114,7 @@ def _split(
         )
     if renormed := next(iter(find_renormed(model)), None):
         raise SpecError(
-            f"{renormed} has max_norm, which changes its weights in a forward pass, and "
+            f"{renormed} has max_norm, which changes its weights in a forward pass, but "
             f"layout.zero_stage = {stage} gathers the weights only for that forward pass",
             hint=(
                 "set layout.zero_stage = 1, or normalize the rows in forward: "
@@ -210,7 +210,7 @@ def _check_sharded(
             # which are told the norms of whole layers
             if not is_elementwise and not isinstance(optimizer, Lamb | Lars):
                 raise SpecError(
-                    "layout.shard splits parameters by rows, and it is not known "
+                    "layout.shard splits parameters by rows, but it is not known "
                     f"whether {name} supports rows",
                     hint=(
                         f"use one of torch's {', '.join(ELEMENTWISE)}, lars "
@@ -221,13 +221,13 @@ def _check_sharded(
         return
     if len(updates) > 1:
         raise SpecError(
-            f"layout.zero_stage of 2 and 3 supports one update, and the task has {len(updates)}",
+            f"layout.zero_stage 2 or 3 supports one Update, but the task has {len(updates)}",
             hint="set layout.zero_stage = 1",
         )
     num_cut = len(feed.microbatches(feed.window(0)))
     if num_cut < num_ranks:
         raise SpecError(
-            f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, and {num_ranks} "
+            f"the first step has {num_cut} microbatch{'es' * (num_cut != 1)}, but {num_ranks} "
             "ranks need one microbatch each",
             hint="set a smaller train.microbatch, or layout.zero_stage = 1",
         )

@@ -84,7 +84,7 @@ class TrainedSet:
             )
         if why := _why_not(assembly):
             raise UserCodeError(
-                f"{_list(list(new))} is unfrozen now, and the run cannot train "
+                f"{_list(list(new))} is unfrozen now, but the run cannot train "
                 f"{_it(list(new))}: {why}",
                 hint=FROM_START,
             )

@@ -199,7 +199,7 @@ class _Metadata(pickle.Unpickler):
             return OrderedDict
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def _read_dcp(source: Path) -> dict[str, Any]:

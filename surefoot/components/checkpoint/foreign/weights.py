@@ -254,8 +254,8 @@ def find_key(found: ForeignFile) -> str:
         return (likely or groups)[0]
     raise InputError(
         (
-            "it is not clear which tensors are the weights: there are tensors below "
-            f"{', '.join(groups) or 'nothing'}"
+            "it is not clear which tensors are the weights: the key prefixes are "
+            f"{', '.join(groups) or 'none'}"
         ),
         hint="select them with --key",
     )

@@ -176,7 +176,7 @@ def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda
             tell(len(piece))
         if wanted not in (None, digest.hexdigest()):
             raise DataError(
-                f"{path} has the SHA-256 {digest.hexdigest()}, and {wanted} was expected",
+                f"{path} has the SHA-256 {digest.hexdigest()}, but {wanted} was expected",
                 hint=(
                     "copy the file again if it is damaged; if it was changed on purpose, "
                     "remove the index and SHA256SUMS beside it"

@@ -243,7 +243,7 @@ class Loader:
 
     @property
     def depth(self) -> int:
-        """Number of microbatches that are read ahead, or ready, at a time."""
+        """Number of microbatches that are being read, or wait to be used."""
         return self._depth
 
     def _begin_at(self, number: int) -> None:

@@ -255,7 +255,7 @@ def _digest_of(descriptor: int) -> str:
 
 def _another(place: ShardUrl, found: str, wanted: str | None) -> DataError:
     return DataError(
-        f"{place.shown} has the SHA-256 {found}, and {wanted} was expected",
+        f"{place.shown} has the SHA-256 {found}, but {wanted} was expected",
         hint=(
             "if the shard was written again, give its new digest, or remove the index "
             "from the cache"

@@ -50,7 +50,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         if array.is_meta:
             raise DataError(f"{what} is a tensor on the meta device", hint="create it on the CPU")
         if array.layout is not torch.strided:
-            raise DataError(f"{what} is a tensor of {array.layout}", hint="give x.to_dense()")
+            raise DataError(f"{what} is a tensor of {array.layout}", hint="pass x.to_dense()")
         return array
     kinds = (
         sorted(set(map(str, getattr(array, "dtypes", ()))))
@@ -67,7 +67,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         )
     if np.ma.is_masked(array):
         raise DataError(
-            f"{what} has masked values, and tensors have none", hint="fill them first: x.filled(0)"
+            f"{what} has masked values, but tensors have none", hint="fill them first: x.filled(0)"
         )
     held = np.asarray(array)
     with warnings.catch_warnings():
@@ -160,7 +160,7 @@ class Arrays:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
             raise DataError(
                 f"arrays of shapes {shapes} do not have one length",
-                hint="give arrays of one length, at least 1",
+                hint="pass arrays of one length, at least 1",
             )
         self._length = lengths.pop()
         with ExitStack() as stack:

@@ -462,7 +462,7 @@ class _At(NamedTuple):
 def _only(ids: np.ndarray) -> int:
     if len(ids) != 1:
         raise DataError(
-            f"an iterable returns whole batches, and {len(ids)} were requested at once",
+            f"an iterable returns whole batches, but {len(ids)} were requested at once",
             hint="set train.batch = 1",
         )
     return int(ids[0])

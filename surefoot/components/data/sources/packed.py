@@ -205,7 +205,7 @@ def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
     if not len(found):
         raise DataError(
             f"the token {end} does not occur among the {len(tokens):,} tokens of the stream",
-            hint="give the token that ends a document",
+            hint="pass the token that ends a document",
         )
     return np.concatenate(([0], found, [len(tokens)] if found[-1] < len(tokens) else [])).astype(
         np.int64
@@ -220,7 +220,7 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         raise DataError(
             f"offsets must be a 1-D int64 array; got {offsets.dtype} of shape {offsets.shape}",
-            hint="give the index of the first token of each document",
+            hint="pass the index of the first token of each document",
         )
     whole = np.ascontiguousarray(offsets, dtype=np.int64)
     if whole[-1] < num_tokens:

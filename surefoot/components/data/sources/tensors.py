@@ -83,7 +83,7 @@ class Safetensors:
                 "give tensors of one length, at least 1: Safetensors(path, images='x', labels='y')"
             )
             raise DataError(
-                f"{self.path}: {shapes or 'no tensors'} do not have one length", hint=hint
+                f"{self.path}: the tensors do not have one length: {shapes or 'none'}", hint=hint
             )
         self._length = lengths.pop()
         content = np.memmap(self.path, dtype=np.uint8, mode="r")

@@ -164,7 +164,7 @@ def _check_bounds(bounds: Sequence[int] | None, longest: int, which: int) -> tup
     if not len(bounds) or min(bounds) < 1 or list(bounds) != sorted(set(bounds)):
         raise DataError(
             f"bounds {tuple(bounds)} are not possible",
-            hint="give increasing lengths, such as (64, 128, 256)",
+            hint="pass increasing lengths, such as (64, 128, 256)",
         )
     if bounds[-1] < longest:
         raise DataError(

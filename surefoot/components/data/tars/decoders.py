@@ -99,7 +99,7 @@ def _decode_image(
             if image.mode.startswith(("I", "F")):
                 raise sample.fault(
                     extension,
-                    f"has the mode {image.mode}, and only 8 bits per channel are supported",
+                    f"has the mode {image.mode}, but only 8 bits per channel are supported",
                     "write it with 8 bits per channel, or as npy",
                 )
             image = image.convert("RGB")
@@ -166,7 +166,7 @@ def _decode_array(sample: Sample, extension: str) -> np.ndarray:
     if math.prod(shape) * dtype.itemsize != held or min(shape, default=0) < 0:
         raise sample.fault(
             extension,
-            f"has a header for {dtype} {shape}, and {held:,} bytes of data",
+            f"has a header for {dtype} {shape}, but {held:,} bytes of data",
             "copy the file again",
         )
     try:

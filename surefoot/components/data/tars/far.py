@@ -46,7 +46,7 @@ def find_remote(
         return None
     if len(urls) != len(named):
         raise DataError(
-            "some shards are URLs and some are files", hint="give URLs alone, or files alone"
+            "some shards are URLs and some are files", hint="pass only URLs, or only files"
         )
     return Remote(urls, cache=cache)
 

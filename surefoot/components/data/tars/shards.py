@@ -261,7 +261,7 @@ def _check(path: Path, member: tarfile.TarInfo, number: int, max_member_bytes: i
     if not is_plain(member.name):
         raise DataError(
             f"{path}: {shown!r} is not a plain name",
-            hint="use letters, digits, '.', '_' and '-', and no path out of the shard",
+            hint="use letters, digits, '.', '_' and '-', in a relative path without '..'",
         )
     if not 0 <= member.size <= max_member_bytes:
         raise DataError(

@@ -17,7 +17,7 @@ def check_images(images_BHWC: Tensor) -> None:
     ):
         raise DataError(
             f"a tensor {tuple(images_BHWC.shape)} of {images_BHWC.dtype} is not a batch of images",
-            hint="give (B, H, W, C), uint8 from 0 to 255 or float from 0 to 1",
+            hint="pass (B, H, W, C), uint8 from 0 to 255 or float from 0 to 1",
         )
 
 
@@ -45,5 +45,5 @@ def check_size(what: str, *sizes: int) -> None:
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise DataError(
             f"{what} of {' x '.join(map(str, sizes))} pixels is not possible",
-            hint="give integers of 1 or more",
+            hint="pass integers of 1 or more",
         )

@@ -101,7 +101,7 @@ def normalize(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[fl
     if len(mean) != channels or len(deviation) != channels:
         raise DataError(
             f"{len(mean)} means and {len(deviation)} deviations are given for {channels} channels",
-            hint="give one mean and one deviation per channel",
+            hint="pass one mean and one deviation per channel",
         )
     # a whole row at once: three channels alone are too short for vector instructions
     means, deviations = (

@@ -28,7 +28,7 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
     if color.ndim > 1 or color.numel() not in (1, channels):
         raise DataError(
             f"{value} is not a color of {channels} channels",
-            hint="give one number, or one per channel",
+            hint="pass one number, or one per channel",
         )
     painted = images_BHWC.clone()
     for image, (top, left, rows, columns) in zip(painted, boxes_B4.tolist(), strict=True):

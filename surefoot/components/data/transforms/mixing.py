@@ -43,7 +43,7 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
         raise DataError(
             f"labels {tuple(labels_B.shape)} of {labels_B.dtype} are not classes from 0 to "
             f"{num_classes - 1}",
-            hint="give integers (B,), or rows (B, num_classes) of shares",
+            hint="pass integers (B,), or rows (B, num_classes) of shares",
         )
     return F.one_hot(labels_B.long(), num_classes).float()
 

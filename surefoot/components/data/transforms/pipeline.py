@@ -56,7 +56,7 @@ class Pipeline:
         if bad or not steps:
             raise DataError(
                 f"{bad[0]!r} is not a step of a pipeline" if bad else "a pipeline needs a step",
-                hint="give steps that can be called with (images, keys), such as Mirror()",
+                hint="pass steps that can be called with (images, keys), such as Mirror()",
             )
         self.steps = steps
         names = [getattr(step, "__name__", type(step).__name__) for step in steps]

@@ -76,7 +76,7 @@ class FlatMuon(Optimizer):
             self.param_groups.pop()
             raise SpecError(
                 (
-                    "Muon updates matrices and filters, and a parameter has the shape "
+                    "Muon updates matrices and filters, but a parameter has the shape "
                     f"{tuple(few.shape)}"
                 ),
                 hint=(

@@ -76,7 +76,7 @@ class FullySharded:
             kind = type(model).__name__
             raise SpecError(
                 "stages 2 and 3 gather weights where a module is called, "
-                f"and the task calls parts of a {kind}",
+                f"but the task calls parts of a {kind}",
                 hint="give a model with a forward of its own, or set layout.zero_stage = 1",
             )
         self._stage, self._whole = stage, whole
@@ -402,7 +402,7 @@ def _check_gathered(named: Named) -> None:
     for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
-                f"stages 2 and 3 gather non-empty parameters, and {name} is empty: "
+                f"stages 2 and 3 gather non-empty parameters, but {name} is empty: "
                 f"{list(parameter.shape)}",
                 hint="leave it out of the model, or set layout.zero_stage = 1",
             )

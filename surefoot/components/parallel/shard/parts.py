@@ -50,7 +50,7 @@ def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[ra
 def serve_part(
     parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False
 ) -> Tensor:
-    """Make `held`, the rows of `parameter` from `start` on, the parameter's master, and return it:
+    """Make `held`, the rows of `parameter` from `start` on, its master copy, and return it:
     in place, or as a copy in host memory."""
     rows = held.detach().to("cpu", copy=True) if on_host else held.detach()
     master = nn.Parameter(rows, requires_grad=parameter.requires_grad)
@@ -70,7 +70,7 @@ def check_has_rows(named: Named) -> None:
             )
         if parameter.is_complex():
             raise SpecError(
-                f"layout.shard takes real parameters, and {name} is complex",
+                f"layout.shard takes real parameters, but {name} is complex",
                 hint="use layout.replicate alone",
             )
 
@@ -104,13 +104,13 @@ def read_groups(given: Given) -> list[ListedGroup]:
         return [ListedGroup({}, [*given.named_parameters()], False)]
     if isinstance(given, Tensor) or not isinstance(given, Iterable):
         raise SpecError(
-            f"there are parameters to split, and {_kind_of(given)} was given", hint=TAKES
+            f"expected parameters to split, but {_kind_of(given)} was given", hint=TAKES
         )
     items: list[Any] = list(given)
     are_groups = [isinstance(each, Mapping) for each in items]
     if not items or len(set(are_groups)) > 1:
         what = "groups and parameters side by side were given" if items else "none were given"
-        raise SpecError(f"there are parameters to split, and {what}", hint=TAKES)
+        raise SpecError(f"expected parameters to split, but {what}", hint=TAKES)
     if not are_groups[0]:
         return [_read_group({"params": items}, "parameter ")]
     groups = [_read_group(each, f"parameter {number}.") for number, each in enumerate(items)]
@@ -151,7 +151,7 @@ def _read_group(given: Mapping[str, Any], prefix: str) -> ListedGroup:
         name, parameter = each if are_pairs[number] else (f"{prefix}{number}", each)
         if not isinstance(parameter, Tensor):
             raise SpecError(
-                f"there are parameters to split, and {_kind_of(parameter)} is among them",
+                f"expected parameters to split, but {_kind_of(parameter)} is among them",
                 hint=TAKES,
             )
         if not parameter.is_leaf:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from surefoot.core.units import name_some
 
 UNSAVED = (
-    "{names} of the model changes while it trains, and a checkpoint cannot hold it: "
+    "{names} of the model changes while it trains, but a checkpoint cannot hold it: "
     "a resumed run has the initial value of model()"
 )
 KEEP_ALL = (

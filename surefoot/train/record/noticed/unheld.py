@@ -22,7 +22,7 @@ from surefoot.train.assemble import Assembly
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} starts with a new one"
 DRAWN = (
-    "the {what} draws from {name}, and no checkpoint holds its state, so a resumed "
+    "the {what} draws from {name}, but no checkpoint holds its state, so a resumed "
     "{what} draws different random numbers"
 )
 OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
