@@ -35,13 +35,7 @@ from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import RunDamage, make_telling, open_console, open_records
 from surefoot.train.resume import together
 from surefoot.train.resume.keeper import CheckpointManager
-from surefoot.train.resume.start import (
-    RunStart,
-    Start,
-    begin,
-    check_can_begin_anew,
-    check_same_data,
-)
+from surefoot.train.resume.start import RunStart, Start, begin, check_can_restart, check_same_data
 
 
 class Run:
@@ -179,7 +173,7 @@ class Run:
             (*said, f"run folder {self.folder}"), warnings if self.group.is_first else ()
         )
         for saved in first:
-            self._on_save_result(saved)
+            self._on_save(saved)
 
     def _resume(self, chosen: folder.Chosen) -> list[str]:
         """Resume from the newest whole checkpoint, if any; return messages on damaged ones."""
@@ -189,7 +183,7 @@ class Run:
             check_same_data(chosen, self.assembly.feed.source.digest)
         saved, step, troubles = self._keeper.resume()
         if saved is None:
-            check_can_begin_anew(chosen)
+            check_can_restart(chosen)
         else:
             self._take(step, saved)
         return troubles
@@ -233,7 +227,7 @@ class Run:
         self._keeper.saved_step = -1
         if self.group.is_first:
             folder.announce_fork(self.folder, environment.as_run(self.spec))
-        more, score = self._counters_and_loader_state(), self._scores.score_of(begun.step)
+        more, score = self._counters(), self._scores.score_of(begun.step)
         self._keeper.save(begun.step, more, clock, score, done.append, last=True)
         for problem in filter(None, (each.error for each in done)):
             raise problem
@@ -287,7 +281,7 @@ class Run:
                 # after the reader had the step: an evaluation of it belongs to its weights
                 self._commit()
             else:
-                self._keeper.settle(self._on_save_result)
+                self._keeper.settle(self._on_save)
         self._close_window()
         self._stops.outcome = self._stops.outcome or WHOLE
 
@@ -405,7 +399,7 @@ class Run:
     def _settle(self) -> None:
         """Wait until the save in flight is on disk or has failed."""
         with self._clock.within(CHECKPOINT):
-            self._keeper.settle(self._on_save_result, wait=True)
+            self._keeper.settle(self._on_save, wait=True)
 
     def _commit(self, **how: bool) -> None:
         """Save a checkpoint; a storage error cancels this save and does not end the run."""
@@ -418,14 +412,7 @@ class Run:
                     self._ledger.sync()
                     self._telling.journal.sync()
                 clock, score = self._scores.clock(self.training_s), self._scores.score_of(self.step)
-                self._keeper.save(
-                    self.step,
-                    self._counters_and_loader_state(),
-                    clock,
-                    score,
-                    self._on_save_result,
-                    **how,
-                )
+                self._keeper.save(self.step, self._counters(), clock, score, self._on_save, **how)
         except StorageError as error:
             self._keeper.on_failed_save(self._telling, error, self.step)
 
@@ -433,9 +420,9 @@ class Run:
         """Return a SHA-256 (hex) per component of the state; equal for identical states."""
         self._check_begun()
         self._close_window()
-        return self._keeper.digests(self._counters_and_loader_state())
+        return self._keeper.digests(self._counters())
 
-    def _counters_and_loader_state(self) -> dict[str, Any]:
+    def _counters(self) -> dict[str, Any]:
         """Return the counters and loader state that a checkpoint stores beside the objects."""
         return {
             "num_samples": self.num_samples,
@@ -444,7 +431,7 @@ class Run:
             **together.state_of(self.assembly.engine.stepper.loader),
         }
 
-    def _on_save_result(self, saved: checkpoint.SaveResult) -> None:
+    def _on_save(self, saved: checkpoint.SaveResult) -> None:
         """Record the result of a save; raise its error if that is not a storage error."""
         self._keeper.report(self._telling, saved.step)
         if isinstance(saved.error, StorageError) and not self._lock.is_lost():

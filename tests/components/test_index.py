@@ -112,7 +112,7 @@ def test_what_is_rare_is_read_or_refused_alike(what: str, tmp_path: Path) -> Non
     elif what == "no tar":
         path.write_bytes(b"x" * 4096)
     found = look(path)
-    counts = {"long name": 2, "another size": 1}
+    counts = {"long name": 2, "a different size": 1}
     assert (None if found is None else len(found) - 1) == counts.get(what)
 
 

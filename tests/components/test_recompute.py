@@ -394,8 +394,8 @@ def test_a_pattern_that_matches_nothing_and_a_model_without_blocks_are_refused()
     with pytest.raises(InputError, match="no block repeats in this Transformer") as refused:
         find_blocks(lonely)
     assert refused.value.hint == (
-        'name its blocks, as memory.activation_checkpointing = "full" with memory.blocks = '
-        '["blocks.*"]'
+        'name its blocks, for example memory.activation_checkpointing = "full" with '
+        'memory.blocks = ["blocks.*"]'
     )
     assert list(find_blocks(lonely, ["blocks.*"])) == ["blocks.0"]
 

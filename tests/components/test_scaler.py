@@ -175,7 +175,7 @@ def test_a_scale_stays_in_the_range_of_fp32_and_is_a_power_of_two() -> None:
         for _ in range(3):
             scaler.update(torch.tensor(False) if device else False)
         assert float(scaler.scale) == 2.0**127
-    with pytest.raises(InputError, match="no power of two"):
+    with pytest.raises(InputError, match="is not a power of two"):
         LossScaler(1000.0)
 
 

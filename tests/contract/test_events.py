@@ -342,10 +342,10 @@ def test_records_of_other_kinds_are_passed_over_without_a_look_into_them(tmp_pat
 
 
 def test_a_folder_without_a_log_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="no run"):
+    with pytest.raises(RunFolderError, match="is not a run"):
         list(events.read(tmp_path))
     (tmp_path / events.FILE).mkdir()
-    with pytest.raises(RunFolderError, match="no run"):
+    with pytest.raises(RunFolderError, match="is not a run"):
         list(events.read(tmp_path))
     with pytest.raises(StorageError):
         Journal(tmp_path)

@@ -222,8 +222,11 @@ def test_the_best_is_by_score_the_last_by_step_and_a_number_is_itself(tmp_path: 
     assert [checkpoint.find_step(tmp_path, which) for which in ("best", "last", 4)] == [2, 5, 4]
     with pytest.raises(RunFolderError, match="holds no checkpoint of step 9"):
         checkpoint.find_step(tmp_path, 9)
-    with pytest.raises(RunFolderError, match="holds no checkpoint"):
+    with pytest.raises(RunFolderError, match="does not exist"):
         checkpoint.find_step(tmp_path / "elsewhere", "last")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RunFolderError, match="empty holds no checkpoint"):
+        checkpoint.find_step(tmp_path / "empty", "last")
 
 
 @pytest.mark.parametrize("step", ["²", "٤", "-4", "4.0", "", "9" * 5000])

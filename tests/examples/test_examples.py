@@ -19,7 +19,7 @@ import torch
 
 import surefoot
 from surefoot import Loss, Run, RunSpec
-from surefoot.cli.main import app
+from surefoot.cli.main import build_verbs
 from surefoot.components.data import Arrays
 from surefoot.contract import events, spec_file
 from surefoot.contract.events import Ended, Evaluated, Event, Started
@@ -153,7 +153,7 @@ def test_a_task_of_an_example_trains_by_its_name(name: str, tmp_path: Path) -> N
         "--set",
         "observe.tensorboard=false",
     ]
-    assert app([*arguments, "--set", "evaluate.batch=60"], standalone_mode=False) == 0
+    assert build_verbs()([*arguments, "--set", "evaluate.batch=60"], standalone_mode=False) == 0
     assert isinstance(surefoot.load(tmp_path / "run"), torch.nn.Module)
 
 
@@ -193,7 +193,7 @@ def test_a_plain_loop_that_was_stopped_goes_on_to_the_same_bits(
     plain.main(tmp_path / "stopped", stop_after=100)  # the last commit is at 80
     capsys.readouterr()
     assert plain.main(tmp_path / "stopped") == share
-    assert "going on after step 80" in capsys.readouterr().out
+    assert "resuming after step 80" in capsys.readouterr().out
     last = "checkpoints/step-000000000184/model.safetensors"
     assert (tmp_path / "stopped" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 

@@ -25,7 +25,7 @@ from surefoot.train.resume.keeper import CheckpointManager
 
 load, save, tensors = (
     importlib.import_module(f"surefoot.components.checkpoint.{name}")
-    for name in ("load", "save", "tensors")
+    for name in ("load", "save", "tensor_files")
 )
 
 
@@ -163,12 +163,12 @@ def never_waits(self: Saver, *, wait: bool) -> Any:
 
 
 PLANTED: Mapping[str, tuple[Any, str, Any]] = {
-    "files are opened whatever they are": (commits, "opened", opened_anyhow),
+    "files are opened whatever they are": (commits, "open_file", opened_anyhow),
     "any name will do": (manifest, "NAME", AnyName),
     "a pickle is loaded": (load.Commit, "json", run_what_is_there),
     "memory is taken before the file is looked at": (tensors, "read", allocated_first),
     "scores are not looked at": (manifest, "check_score", lambda row: None),
-    "an odd state is not caught": (checkpoint, "taken_from", contextlib.nullcontext),
+    "an odd state is not caught": (checkpoint, "as_run_folder_errors", contextlib.nullcontext),
     "fsync is tried again": (os, "fsync", tried_again),
     "fsync may fail": (os, "fsync", carry_on),
     "the ledger is synced again": (ledger.AppendOnlyFile, "sync", sync_again),
@@ -180,7 +180,7 @@ PLANTED: Mapping[str, tuple[Any, str, Any]] = {
     "digests are not compared": (digest, "of_bytes", lambda data: digest.combine([])),
     "the digest of a manifest is not its own": (manifest, "_digest", lambda row: ""),
     "a manifest that is gone is no damage": (manifest, "named_steps", manifest.steps),
-    "neither size nor kind is looked at": (commits, "opened", opened_anyhow),
+    "neither size nor kind is looked at": (commits, "open_file", opened_anyhow),
     "what is damaged is deleted": (commits, "set_aside", commits.remove),
     "what is damaged is not told": (Telling, "fault", lambda self, fault: None),
     "the wrong commit is named": (

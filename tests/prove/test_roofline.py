@@ -163,7 +163,7 @@ def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # seconds of a product, whatever its shape
-    slow = {"_plain": 1.0, "_turned": 1.0, "_onednn": 0.01}
+    slow = {"_plain": 1.0, "_matmul_transposed": 1.0, "_onednn": 0.01}
     taken = []
 
     def timed(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
@@ -177,7 +177,7 @@ def test_a_library_that_is_slow_in_a_dtype_leaves_the_others_their_shapes(
     assert products.best == 2 * 4096 * 1024 * 1024 / slow["_onednn"]
     assert {name: taken.count(name) for name in slow} == {
         "_plain": 1,
-        "_turned": 1,
+        "_matmul_transposed": 1,
         "_onednn": len(peaks.SHAPES["cpu"]),
     }
     products.take()

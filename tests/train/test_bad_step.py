@@ -95,7 +95,7 @@ AT_STEP_7 = {
         "# LOSS",
         "if STEP == 7: return Loss.sum(output.sum(), -4)",
         3,
-        ["step 7", "the count of term loss is -4"],
+        ["step 7", "the loss term 'loss' must be finite and at least 0; got -4"],
     ),
     "loss counts no number": (
         "# LOSS",

@@ -141,9 +141,17 @@ CHANGES = {
     "loss is a vector": ('reduction="sum"', 'reduction="none"', ["scalar"]),
     "loss has no gradient": ('reduction="sum")', 'reduction="sum").detach()', ["gradient"]),
     "loss has no term": ("return Loss.sum(", "return Loss(); return Loss.sum(", ["has no term"]),
-    "loss counts nothing": ("len(batch[1]))", "0)", ["counts 0 items"]),
-    "loss counts infinity": ("len(batch[1]))", "float('inf'))", ["count of term loss is inf"]),
-    "loss counts no number": ("len(batch[1]))", "float('nan'))", ["count of term loss is nan"]),
+    "loss counts nothing": ("len(batch[1]))", "0)", ["returned the count 0"]),
+    "loss counts infinity": (
+        "len(batch[1]))",
+        "float('inf'))",
+        ["the loss term 'loss' must be finite", "got inf"],
+    ),
+    "loss counts no number": (
+        "len(batch[1]))",
+        "float('nan'))",
+        ["the loss term 'loss' must be finite", "got nan"],
+    ),
     "model is lazy": (
         "nn.Linear(4, self.width)",
         "nn.LazyLinear(self.width)",
@@ -163,7 +171,11 @@ CHANGES = {
         NAMED,
         ["has the name '__metadata__'"],
     ),
-    "loss counts less": ("len(batch[1]))", "-3)", ["count of term loss is -3"]),
+    "loss counts less": (
+        "len(batch[1]))",
+        "-3)",
+        ["the loss term 'loss' must be finite", "got -3"],
+    ),
 }
 
 

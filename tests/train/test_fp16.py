@@ -191,7 +191,7 @@ def test_auto_says_what_it_took_and_why(tmp_path: Path, capsys: pytest.CaptureFi
             "the other formats have the range of fp32",
         ),
         ({"growth_interval": 5}, "need no loss scaling"),
-        ({"compute": "fp16", "init_scale": 1000.0}, "no power of two"),
+        ({"compute": "fp16", "init_scale": 1000.0}, "is not a power of two"),
         (
             {"compute": "fp16", "init_scale": 2.0, "min_scale": 4.0},
             "is above init_scale = 2\nhint: use a smaller min_scale",

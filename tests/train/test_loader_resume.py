@@ -271,7 +271,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a sampler from the system's randomness": (
         lambda: DataLoader(NUMBERS, BATCH, sampler=Changing()),
-        "have other samples",
+        "contain different samples",
     ),
 }
 
@@ -389,7 +389,7 @@ def test_batches_that_are_iterators_are_known_by_their_samples(tmp_path: Path) -
         train(folder, Task(DataLoader(NUMBERS, batch_sampler=OneShot(shuffle))), 8, leave_at=6)
         assert loop_ledger.check(folder).num_samples == 5 * 6  # up to the last save
         with (
-            pytest.raises(OtherDataError, match="have other samples")
+            pytest.raises(OtherDataError, match="contain different samples")
             if shuffle
             else contextlib.nullcontext()
         ):

@@ -245,7 +245,7 @@ def test_a_mean_is_found_behind_samples_that_do_not_count() -> None:
 
 
 def test_a_loss_that_counts_nothing_in_all_of_the_data_is_refused() -> None:
-    with pytest.raises(TaskError, match="the loss of update loss counts 0 items"):
+    with pytest.raises(TaskError, match="the loss of update loss returned the count 0"):
         check(assemble(spec(), Masked((1, 2, 3, 4, 5, 6))))
 
 

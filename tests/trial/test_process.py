@@ -183,7 +183,7 @@ def test_the_arms_environment_is_given_and_arguments_win(
 
 
 def test_an_arm_that_cannot_be_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no name for an arm"):
+    with pytest.raises(InputError, match="is not a valid name"):
         Arm(name="../up", command=("true",))
     with pytest.raises(InputError, match="has no command"):
         Arm(name="a", command=())

@@ -79,7 +79,7 @@ def test_warm_up_rounds_are_run_and_never_compared() -> None:
 
 
 def test_a_trial_without_arms_or_with_two_of_one_name_is_refused() -> None:
-    with pytest.raises(InputError, match="no trial"):
+    with pytest.raises(InputError, match="is not a trial"):
         next(run_rounds([], rounds=1))
     with pytest.raises(InputError, match="name each arm differently"):
         next(run_rounds([code_arm("a", "pass"), code_arm("a", "pass")], rounds=1))

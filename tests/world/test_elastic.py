@@ -182,7 +182,7 @@ def test_a_place_that_crashes_is_tried_once_more_and_two_that_do_are_the_code(
     assert supervised.said.count(" ranks restart, ") == 1
     assert (
         "error: slots 0 and 1 crashed without a new checkpoint between the crashes: "
-        "the cause is the code, not a place" in supervised.said
+        "the cause is the code, not a slot" in supervised.said
     )
 
 

@@ -26,7 +26,7 @@ from surefoot.core.units import UNKNOWN, format_number, format_percent, format_s
 if TYPE_CHECKING:
     from surefoot.core.cost.roofline import Point
     from surefoot.core.hardware import Peaks
-    from surefoot.prove.bench.place import RooflinePoint
+    from surefoot.prove.bench.place import MeasuredRooflinePoint
 
 ROWS = 14
 BUSY = 0.7  # load average above which other processes compete
@@ -195,7 +195,7 @@ def _ridge(peaks: Peaks, dtype: str) -> str:
     )
 
 
-def _print(found: RooflinePoint) -> None:
+def _print(found: MeasuredRooflinePoint) -> None:
     _print_peaks(found.peaks, found.one_core, found.published)
     print()
     _draw(found)
@@ -205,7 +205,7 @@ def _print(found: RooflinePoint) -> None:
     print_pairs(_pairs(found))
 
 
-def _pairs(found: RooflinePoint) -> list[tuple[str, str]]:
+def _pairs(found: MeasuredRooflinePoint) -> list[tuple[str, str]]:
     from surefoot.core.cost.roofline import giga
 
     step, inside = format_seconds(found.step_s), format_seconds(found.operators_s)
@@ -249,7 +249,7 @@ def _pairs(found: RooflinePoint) -> list[tuple[str, str]]:
     return pairs
 
 
-def _print_points(title: str, kind: str, found: RooflinePoint) -> None:
+def _print_points(title: str, kind: str, found: MeasuredRooflinePoint) -> None:
     """Print the points that take the most time, with their share of the operators' time."""
 
     timed = [
@@ -283,7 +283,7 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
     ]
 
 
-def _draw(found: RooflinePoint) -> None:
+def _draw(found: MeasuredRooflinePoint) -> None:
     """Plot the roof of the dtype with the most FLOPs, and the operators that take the most time."""
     from surefoot.cli.plot import overlay, terminal_style
     from surefoot.core.cost.roofline import attainable_flops_per_s

@@ -149,7 +149,7 @@ def _names(places: set[int] | tuple[int, ...]) -> str:
     """Return the names of slots, for messages.
 
     >>> _names({2}), _names((0, 2, 3))
-    ('place 2', 'places 0, 2 and 3')
+    ('slot 2', 'slots 0, 2 and 3')
     """
     *others, last = map(str, sorted(places))
     return f"slots {', '.join(others)} and {last}" if others else f"slot {last}"

@@ -175,7 +175,7 @@ def thin_points(points: Iterable[Point], columns: int) -> list[Point]:
 
     The drawing looks the same with these points.
 
-    >>> thinned([(step, step % 7) for step in range(1000)], 2)[:3]
+    >>> thin_points([(step, step % 7) for step in range(1000)], 2)[:3]
     [(0, 0), (496, 6), (499, 2)]
     """
     every = list(points)

@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RooflinePoint:
+class MeasuredRooflinePoint:
     """A training step on the roofline.
 
     `step_s` is the median over steps without the counter; `model_flops` are the FLOPs that the
@@ -116,7 +116,7 @@ def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, P
     return peaks, measure_peaks(device, threads=1)
 
 
-def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> RooflinePoint:
+def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> MeasuredRooflinePoint:
     """Time `steps` steps of the spec, and count a few more. Raises InputError for no steps."""
     if steps < 1:
         raise InputError(f"--steps is {steps}", hint="use --steps 1 or more")
@@ -148,11 +148,11 @@ def _placed(
     peaks: Peaks,
     one_core: Peaks | None,
     elapsed_s: list[float],
-) -> RooflinePoint:
+) -> MeasuredRooflinePoint:
     whole, published = _works(counters, WHOLE), find_published(peaks.device)
     points = _points(counters, whole, peaks)
     model_flops = sum(work.model_flops for work in whole)
-    return RooflinePoint(
+    return MeasuredRooflinePoint(
         peaks=peaks,
         one_core=one_core,
         published=published,

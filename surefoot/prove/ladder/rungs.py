@@ -283,7 +283,7 @@ def _takes(spec: RunSpec, parameter: str) -> bool:
 def find_microbatch(batch: int) -> int | None:
     """Return a quarter of the batch, or the largest divisor below; None for a batch of 1.
 
-    >>> find_part(64), find_part(50), find_part(7), find_part(1)
+    >>> find_microbatch(64), find_microbatch(50), find_microbatch(7), find_microbatch(1)
     (16, 10, 1, None)
     """
     return (

@@ -435,12 +435,9 @@ def meet(
         hosts = {host for _, host, *_ in said}
         if listener is None or len(hosts) > 1:
             if transport == "shared_memory":
-                why = (
-                    "the ranks are not all on one host, of one user, with memory files "
-                    "(memfd_create)"
-                )
                 raise InputError(
-                    f"layout.transport is 'shared_memory', but {why}",
+                    "layout.transport is 'shared_memory', but the ranks are not all on one host, "
+                    "of one user, with memory files (memfd_create)",
                     hint='leave it out, or set layout.transport = "gloo"',
                 )
             return None
@@ -450,9 +447,8 @@ def meet(
         except OSError as error:
             why = f"another rank of this host is unreachable: {error}"
             raise LostRank(why, hint=HINT) from error
-    return SharedMemoryCollectives(
-        Links(sockets, timeout_s=timeout_s), group.rank, range(group.size), axis=0
-    )
+    links = Links(sockets, timeout_s=timeout_s)
+    return SharedMemoryCollectives(links, group.rank, range(group.size), axis=0)
 
 
 def _host() -> str:

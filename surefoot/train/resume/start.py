@@ -235,7 +235,7 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
         )
 
 
-def check_can_begin_anew(chosen: Chosen) -> None:
+def check_can_restart(chosen: Chosen) -> None:
     """Raise RunFolderError if a run without a whole checkpoint cannot restart at step 0.
 
     This is so if the run is finished or started from another run's checkpoint.

@@ -86,9 +86,8 @@ class LiveState:
 
         The state of the optimizers is counted where they have made it already, else estimated.
         """
-        held = {
-            id(tensor): tensor for tensor in checkpoint.module_state(self._model).tensors.values()
-        }
+        named = checkpoint.module_state(self._model).tensors
+        held = {id(tensor): tensor for tensor in named.values()}
         weights = sum(tensor.numel() * tensor.element_size() for tensor in held.values())
         trained = sum(
             p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad
@@ -172,10 +171,8 @@ class LiveState:
             **({} if self._sharded is not None else index_weights(weights, moving)),
             **write_config(self._model),
         }
-        gathered, texts = (
-            (of_ranks or PerRankState()).tensors,
-            texts | (of_ranks or PerRankState()).texts,
-        )
+        of_ranks = of_ranks or PerRankState()
+        gathered, texts = of_ranks.tensors, texts | of_ranks.texts
         finite = {
             name for name, parameter in self._model.named_parameters() if parameter.requires_grad
         }

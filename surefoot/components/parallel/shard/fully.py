@@ -282,7 +282,7 @@ class _HandedOver:
         self._leaves, self._keep_weights, self._gathered = leaves, keep_weights, gathered
         self._units, self._replicas = units, replicas
 
-    def gradient_use(self) -> list[float]:
+    def used(self) -> list[float]:
         """Return 1 for each parameter with a gradient on this rank in this step, else 0; and how
         often this rank has gathered each unit."""
         return [
