@@ -101,7 +101,7 @@ AT_STEP_7 = {
         "# LOSS",
         "if STEP == 7: return Loss.sum(output.sum(), float('nan'))",
         3,
-        ["step 7", "loss is nan"],
+        ["step 7", "must be finite and at least 0; got nan"],
     ),
 }
 
