@@ -269,14 +269,15 @@ def parse_json(text: bytes, path: Path) -> Any:
     Raises RunFolderError with the file.
     """
     try:
-        return json.loads(text.decode(), object_pairs_hook=_reject_duplicate_keys)
+        return json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys)
     except RunFolderError as error:
         raise RunFolderError(f"{path} cannot be read: {error.message}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise RunFolderError(f"{path} is not valid JSON: {_short(error)}") from None
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object. Raises RunFolderError if a key is given twice."""
     row = dict(pairs)
     if len(row) != len(pairs):
         raise RunFolderError("a key is given twice, and two readers could read different values")

@@ -91,6 +91,15 @@ BROKEN: dict[str, tuple[Any, int]] = {
     "metadata with a number": ({"__metadata__": {"n": 1}, "a": entry(0, 3)}, 3),
     "metadata with a table": ({"__metadata__": {"n": {"a": "b"}}, "a": entry(0, 3)}, 3),
     "metadata that is a list": ({"__metadata__": ["x"], "a": entry(0, 3)}, 3),
+    "metadata that is nothing": ({"__metadata__": None, "a": entry(0, 3)}, 3),
+    "a name twice": (
+        (
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+            b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+        ),
+        1,
+    ),
+    "a key of the metadata twice": (b'{"__metadata__":{"a":"1","a":"2"}}', 0),
     "a list for a header": (b"[1]", 0),
     "blanks before the header": (b' {"a":1}', 0),
     "a byte order mark": (b"\xef\xbb\xbf{}", 0),

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import DIGEST_SAMPLES, without_readahead
+from surefoot.contract.manifest import reject_duplicate_keys
 from surefoot.contract.task import Guarantee
-from surefoot.core.errors import DataError
+from surefoot.core.errors import DataError, RunFolderError
 from surefoot.core.place import whole_path
 
 LENGTH_BYTES = 8
@@ -123,23 +124,25 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Return the entry of each tensor of a safetensors file, whose header safetensors checks first.
 
     It refuses unknown dtypes, shapes that do not fit the bytes, gaps, overlaps, and bytes that
-    belong to no tensor. Raises DataError.
+    belong to no tensor. Names given twice and null metadata, which it reads, are refused here, as
+    the format's text says. Raises DataError.
     """
     try:
         with path.open("rb") as file, safe_open(path, "np"):
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=reject_duplicate_keys)
+        if header.pop(METADATA, {}) is None:
+            raise SafetensorError(f"{METADATA} is null")
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror or error}",
             hint="check the name, and your permission to read it",
         ) from None
-    except SafetensorError as error:
+    except (SafetensorError, RunFolderError) as error:
         raise DataError(
             f"{path} is not a valid safetensors file: {error!s:.200}",
             hint="copy it again, or write it with safetensors",
         ) from None
-    header.pop(METADATA, None)
     unknown = next((name for name, row in header.items() if row["dtype"] not in TORCH), None)
     if unknown is not None:
         raise DataError(
