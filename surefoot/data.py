@@ -2,47 +2,34 @@
 
 from __future__ import annotations
 
-from surefoot.components.data import (
-    Arrays,
-    BlockShuffle,
-    Feed,
-    ImageFolder,
-    Iterated,
-    Keys,
-    Order,
+from surefoot.components.data.blocks import BlockShuffle, Order, measure_mixing
+from surefoot.components.data.feed import Feed, to_device
+from surefoot.components.data.order import Keys
+from surefoot.components.data.remote.fetch import RetryPolicy
+from surefoot.components.data.remote.shards import Remote
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.images import ImageFolder
+from surefoot.components.data.sources.iterated import Iterated
+from surefoot.components.data.sources.packed import (
     Packed,
-    Safetensors,
-    Synthetic,
-    Table,
-    Tars,
-    TarStream,
-    Texts,
     TokenFile,
-    Tokens,
-    TorchDataset,
-    as_source,
     block_diagonal,
     find_documents,
-    join_texts,
-    to_device,
 )
-from surefoot.components.data.blocks import measure_mixing
-from surefoot.components.data.remote import Remote, RetryPolicy
-from surefoot.components.data.transforms import (
-    CenterCrop,
-    Crop,
-    Cutout,
-    Erase,
-    Jitter,
-    Mirror,
-    Normalize,
-    Pipeline,
-    Resize,
-    Translate,
-    cutmix,
-    mixup,
-    soft_targets,
-)
+from surefoot.components.data.sources.synthetic import Synthetic
+from surefoot.components.data.sources.tables import Table
+from surefoot.components.data.sources.tensors import Safetensors
+from surefoot.components.data.sources.texts import Texts, join_texts
+from surefoot.components.data.sources.tokens import Tokens
+from surefoot.components.data.sources.wrapped import TorchDataset, as_source
+from surefoot.components.data.tars.source import Tars
+from surefoot.components.data.tars.stream import TarStream
+from surefoot.components.data.transforms.colors import Jitter, Normalize
+from surefoot.components.data.transforms.erasing import Cutout, Erase
+from surefoot.components.data.transforms.mixing import cutmix, mixup, soft_targets
+from surefoot.components.data.transforms.moving import Mirror, Translate
+from surefoot.components.data.transforms.pipeline import Pipeline
+from surefoot.components.data.transforms.resizing import CenterCrop, Crop, Resize
 
 __all__ = [
     "Arrays",

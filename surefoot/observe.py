@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from surefoot.components.observe import Console, Meter, TensorBoard
+from surefoot.components.observe.console import Console
+from surefoot.components.observe.meter import Meter
+from surefoot.components.observe.tensorboard import TensorBoard
 
 __all__ = ["Console", "Meter", "TensorBoard"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from surefoot.components.profiler import PhaseClock, timed
-from surefoot.components.profiler.tracing import Profiler, Window, analyse, draw
+from surefoot.components.profiler.phases.clock import PhaseClock
+from surefoot.components.profiler.phases.timed import timed
+from surefoot.components.profiler.tracing.analysis import analyse, draw
+from surefoot.components.profiler.tracing.window import Profiler, Window
 
 __all__ = ["PhaseClock", "Profiler", "Window", "analyse", "draw", "timed"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from surefoot.components.stability import GradientNoise, Guard, convert_batchnorm
+from surefoot.components.stability.guard import Guard
+from surefoot.components.stability.noise import GradientNoise
+from surefoot.components.stability.norms import convert_batchnorm
 
 __all__ = ["GradientNoise", "Guard", "convert_batchnorm"]

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays, Feed, Order
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import ledger, manifest
 from surefoot.contract.ledger import Ledger, Plan
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.measured import ROOT, make_parser, measure, render_conditions, render_ratio, show
 from benchmarks.step_cost.models import GPT
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.statistics import median_interval

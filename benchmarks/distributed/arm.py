@@ -28,7 +28,7 @@ from benchmarks.step_cost.arms.surefoot_run import Costed
 from benchmarks.step_cost.models import CLIP, LEARNING_RATE, READ_EVERY, SEED, Workload, mean_loss
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.run import Run
 from surefoot.trial import write_report
 

@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Feed, Keys, Order
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.order import Keys
 from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, NormalizeImages
 from surefoot.trial import Clock, write_report
 

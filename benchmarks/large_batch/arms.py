@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.step_cost.models import WORKLOADS
 from surefoot.components import optim
-from surefoot.components.compiler import compile_function
+from surefoot.components.compiler.regions import compile_function
 from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment

@@ -21,9 +21,14 @@ import torch
 from torch import Tensor
 
 from benchmarks.loaders.sets import stand_in_for_torchvision
-from surefoot.components.data import Feed, Keys, Order, Tars
-from surefoot.components.data.loader import Loader, LoaderSettings, Reader
-from surefoot.components.data.transforms import mirror, translate
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.loader.settings import LoaderSettings
+from surefoot.components.data.order import Keys
+from surefoot.components.data.tars.source import Tars
+from surefoot.components.data.transforms.moving import mirror, translate
 from surefoot.tasks.cifar10 import PIXEL_DEVIATION, PIXEL_MEAN, Cifar10, NormalizeImages
 from surefoot.trial import write_report
 

@@ -17,8 +17,11 @@ import numpy as np
 import torch
 
 from benchmarks.loaders.arms import augment_batch
-from surefoot.components.data import Feed, Order, Tars
-from surefoot.components.data.loader import Loader, Reader
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.tars.source import Tars
 from surefoot.core.statistics import quantiles
 from surefoot.trial import write_report
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Keys, Tars
+from surefoot.components.data.order import Keys
+from surefoot.components.data.tars.source import Tars
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.tasks.cifar10 import Cifar10

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import surefoot
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

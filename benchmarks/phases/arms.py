@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.measured import ROOT
 from benchmarks.step_cost.models import LEARNING_RATE, SEED, WORKLOADS
-from surefoot.components.profiler import (
+from surefoot.components.profiler.phases.clock import (
     BACKWARD,
     DATA,
     FORWARD,

@@ -10,7 +10,7 @@ import time
 from itertools import islice
 from pathlib import Path
 
-from surefoot.components.profiler.tracing import Window
+from surefoot.components.profiler.tracing.window import Window
 from surefoot.contract.spec import RunSpec
 from surefoot.train.run import Run
 from surefoot.trial.report import Clock, write_report

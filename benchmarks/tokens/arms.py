@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import TokenFile
+from surefoot.components.data.sources.packed import TokenFile
 from surefoot.trial import Clock, write_report
 
 BATCH, LENGTH, BATCHES = 32, 256, 4000

@@ -20,7 +20,7 @@ from examples import (
     language_model,
     own_optimizer,
 )
-from surefoot.components.data import Keys
+from surefoot.components.data.order import Keys
 
 DROPOUT, NOISE = 0.1, 0.05
 

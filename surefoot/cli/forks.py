@@ -21,7 +21,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from surefoot.control.launch.forks import MAX_BYTES, name_process
-from surefoot.core import place, signals
+from surefoot.core import place
+from surefoot.core.process import signals
 
 MAX_DESCRIPTORS = 8
 ENDINGS = tuple(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name))

@@ -2,7 +2,7 @@
 
 The rank writes them without waiting, and the launcher reads them at any time. The launcher makes
 one in-memory file for the record of each rank, and another for the stacks of its threads, which the
-rank writes on `core.signals.STACKS_SIGNAL`.
+rank writes on `core.process.signals.STACKS_SIGNAL`.
 """
 
 from __future__ import annotations

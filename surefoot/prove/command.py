@@ -22,7 +22,7 @@ from typing import Self
 
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.place import child_environment
-from surefoot.core.signals import ending_by_signal
+from surefoot.core.process.signals import ending_by_signal
 from surefoot.prove.leavings import compare, list_files, list_timed, list_unfollowed
 
 LOOK_S = 0.005

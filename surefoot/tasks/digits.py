@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surefoot.components.data.sources import Arrays
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.metrics.partial import Mean, accuracy
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError, needing
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor, nn
 
-from surefoot.components.data.sources import Packed, Tokens
-from surefoot.components.metrics import Mean, bits_per_byte
+from surefoot.components.data.sources.packed import Packed
+from surefoot.components.data.sources.tokens import Tokens
+from surefoot.components.metrics.partial import Mean, bits_per_byte
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.packed import block_diagonal
-from surefoot.components.memory import linear_cross_entropy
+from surefoot.components.memory.chunked import linear_cross_entropy
 
 ROTARY_BASE = 10_000.0
 EMBEDDING_STD = 0.02

@@ -17,7 +17,7 @@ import torch
 
 from surefoot.components.compiler import unloaded
 from surefoot.components.precision import set_products
-from surefoot.components.stability import GuardFault
+from surefoot.components.stability.guard import GuardFault
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place

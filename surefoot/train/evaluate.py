@@ -15,16 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
-from surefoot.components.data import WHOLE, Iterated, Share, to_device
-from surefoot.components.data.loader import look
+from surefoot.components.data.feed import WHOLE, Share, to_device
+from surefoot.components.data.loader.jobs import look
 from surefoot.components.data.order import derive
-from surefoot.components.data.sources.iterated import copy_of
-from surefoot.components.metrics import Better
+from surefoot.components.data.sources.iterated import Iterated, copy_of
+from surefoot.components.metrics.partial import Better
 from surefoot.components.precision import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import preserve_state

@@ -16,7 +16,7 @@ from surefoot.components import checkpoint
 from surefoot.components.parallel.renormed import find_renormed
 from surefoot.core.errors import TaskError
 from surefoot.core.units import name_some
-from surefoot.runtime.attributes import AttributeSnapshot
+from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,9 +13,9 @@ from typing import Any, Self
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.observe import Meter
-from surefoot.components.profiler import CHECKPOINT, COMMUNICATION, EVALUATION, LOGGING, OTHER
-from surefoot.components.stability import Guard
+from surefoot.components.observe.meter import Meter
+from surefoot.components.profiler.phases import clock as phases
+from surefoot.components.stability.guard import Guard
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
@@ -74,7 +74,7 @@ class Run:
         self.cause = self.outcome = self._other_data = ""
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
-        self._opened = contextlib.ExitStack()
+        self._opened = ExitStack()
 
     # ---- beginning
 
@@ -83,7 +83,7 @@ class Run:
         script.watch()
         self._owner = OwningProcess()
         self._opened.callback(environment.apply(self.spec))
-        with contextlib.ExitStack() as unless_begun:
+        with ExitStack() as unless_begun:
             unless_begun.callback(self._opened.close)
             with blame.as_task_errors():
                 self._begin()
@@ -104,7 +104,7 @@ class Run:
         asked = self._keeper.ask, self._telling.console.say, lambda: self.step
         self._stops.listen(self._opened, *asked)
         self._is_open = True
-        self._clock.switch(OTHER)
+        self._clock.switch(phases.OTHER)
 
     def _prepare(self) -> PreparedRun:
         """Prepare the run on this rank; write nothing."""
@@ -143,7 +143,7 @@ class Run:
         self._clock = self.assembly.engine.stepper.clock
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
-        self._clock.start(LOGGING)
+        self._clock.start(phases.LOGGING)
         since = self.step if self._is_taken else None
         where = chosen.describe_start(since) if begun is None else begun.notes
         said = (*chosen.notes, *where, *self.assembly.said)
@@ -291,7 +291,7 @@ class Run:
         if total is None:
             spent_s = self._before_s + time.perf_counter() - self.started_s
             is_late = spent_s >= self.assembly.course.length.value
-        with contextlib.nullcontext() if self.group.is_alone else self._clock.within(COMMUNICATION):
+        with nullcontext() if self.group.is_alone else self._clock.within(phases.COMMUNICATION):
             stop, code, is_late = together.is_over(
                 self.group, self._stops.outcome, self._stops.exit_code, is_late, self._keeper
             )
@@ -300,7 +300,7 @@ class Run:
         return stop is not None or is_late or (total is not None and self.step >= total)
 
     def _close_window(self) -> None:
-        with self._clock.within(LOGGING):
+        with self._clock.within(phases.LOGGING):
             summary = self._meter.take()
             if summary is None:
                 return
@@ -347,7 +347,7 @@ class Run:
     def evaluate(self, split: str | None = None) -> Evaluation:
         """Evaluate this step's weights on `split` (default: the spec's); save them if best."""
         self._check_begun()
-        with self._clock.within(EVALUATION):
+        with self._clock.within(phases.EVALUATION):
             return self._evaluate(split or self.spec.evaluate.split)
 
     def _evaluate(self, name: str) -> Evaluation:
@@ -385,7 +385,7 @@ class Run:
         self._telling.console.evaluating(split, done, total)
 
     def _averaged_weights(self) -> Any:
-        with self._clock.within(CHECKPOINT):
+        with self._clock.within(phases.CHECKPOINT):
             self._keeper.before_update()  # the average takes the place of the weights
         average = self.assembly.engine.average
         return torch.no_grad() if average is None else average.swapped_in()
@@ -398,7 +398,7 @@ class Run:
 
     def _settle(self) -> None:
         """Wait until the save in flight is on disk or has failed."""
-        with self._clock.within(CHECKPOINT):
+        with self._clock.within(phases.CHECKPOINT):
             self._keeper.settle(self._on_save, wait=True)
 
     def _commit(self, **how: bool) -> None:
@@ -407,7 +407,7 @@ class Run:
             raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
         self._close_window()
         try:
-            with self._clock.within(CHECKPOINT):
+            with self._clock.within(phases.CHECKPOINT):
                 with self._keeper.alike():
                     self._ledger.sync()
                     self._telling.journal.sync()
@@ -451,7 +451,7 @@ class Run:
     ) -> None:
         if not self._owner.is_here:
             return  # the process that opened it ends it
-        self._clock.switch(OTHER)  # whatever an error broke off
+        self._clock.switch(phases.OTHER)  # whatever an error broke off
         try:
             if error is None and self.step:
                 self._commit(last=True)
@@ -476,7 +476,7 @@ class Run:
         try:
             if error is not None:
                 # the steps since the last record; the error to tell is the first one
-                with contextlib.suppress(Exception):
+                with suppress(Exception):
                     self._close_window()
             self._telling.end(self.step)
             self._clock.take()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from surefoot.components.compiler import Steward
+from surefoot.components.compiler.steward import Steward
 from surefoot.contract import events, spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport

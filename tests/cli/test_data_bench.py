@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surefoot.components.data import Tars
 from surefoot.components.data.disk.devices import cached_share
+from surefoot.components.data.tars.source import Tars
 from surefoot.prove.bench import reading
 from tests.cli.conftest import Command
 from tests.components.server import serving

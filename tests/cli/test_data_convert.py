@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import ImageFolder, Tars
 from surefoot.components.data.blocks import Order
-from surefoot.components.data.disk import ShardNaming, convert
 from surefoot.components.data.disk import files as on_disk
-from surefoot.components.data.disk.convert import SETTINGS
+from surefoot.components.data.disk.convert import SETTINGS, ShardNaming, convert
+from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.audit import audit
+from surefoot.components.data.tars.source import Tars
 from surefoot.core.errors import DataError, StorageError
 from tests.cli.conftest import Command
 from tests.components.test_index import look
@@ -179,17 +180,46 @@ def test_tars_of_a_process_killed_again_and_again_are_those_of_one_that_was_not(
     assert listed == {name: written[name] for name in written if name[0] not in ".S"}
 
 
-def test_a_tar_that_is_gone_or_cut_is_written_again(
-    images: Path, tmp_path: Path, surefoot: Command
+def _flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[700] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Path.unlink,
+        lambda path: path.write_bytes(path.read_bytes()[:-1]),
+        lambda path: path.write_bytes(bytes(path.stat().st_size)),
+        _flip_a_bit,
+    ],
+    ids=["gone", "cut", "zeroed", "flipped"],
+)
+def test_a_tar_that_changed_between_two_commands_is_written_again(
+    damage: Callable[[Path], object], images: Path, tmp_path: Path, surefoot: Command
 ) -> None:
     words = ["data", "convert", "images", "out", "--shard-size", "20 KiB"]
     assert surefoot(*words).code == 0
     whole = digests(tmp_path / "out")
-    first, second, *_ = tars_of(tmp_path / "out")
-    first.write_bytes(first.read_bytes()[:-1])
-    second.unlink()
-    (tmp_path / "out" / SETTINGS).write_bytes(b"")  # killed before it was written
-    assert surefoot(*words, "--json").row["kept"] == len(tars_of(tmp_path / "out")) - 2
+    damage(tars_of(tmp_path / "out")[1])
+    assert surefoot(*words, "--json").row["kept"] == len(tars_of(tmp_path / "out")) - 1
+    now = digests(tmp_path / "out")
+    assert now.pop(SETTINGS) != whole.pop(SETTINGS)  # the digest of the new tar is appended
+    assert now == whole
+
+
+@pytest.mark.parametrize("left", [0, 1, -1], ids=["empty", "half a line", "half a digest"])
+def test_a_tar_whose_digest_was_not_recorded_is_written_again(
+    left: int, images: Path, tmp_path: Path, surefoot: Command
+) -> None:
+    words = ["data", "convert", "images", "out", "--shard-size", "20 KiB"]
+    assert surefoot(*words).code == 0
+    whole = digests(tmp_path / "out")
+    record = tmp_path / "out" / SETTINGS
+    record.write_bytes(record.read_bytes()[:left])
+    kept = 0 if left >= 0 else len(tars_of(tmp_path / "out")) - 1
+    assert surefoot(*words, "--json").row["kept"] == kept
     assert digests(tmp_path / "out") == whole
 
 

@@ -17,10 +17,10 @@ import numpy as np
 import psutil
 import pytest
 
-from surefoot.components.data import Tars
 from surefoot.components.data.disk import files as on_disk
-from surefoot.components.data.disk import stage
 from surefoot.components.data.disk.devices import cached_share, drop_cached, find_device, read_speed
+from surefoot.components.data.disk.stage import stage
+from surefoot.components.data.tars.source import Tars
 from tests.cli.conftest import Command
 from tests.components.test_index import write_tar
 

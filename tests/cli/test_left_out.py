@@ -19,7 +19,7 @@ SMALL = """
 import torch
 from torch import nn
 from surefoot import Loss
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 
 class Block(nn.Module):
     def __init__(self):

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.components.profiler.tracing import Window, trace
+from surefoot.components.profiler.tracing import trace
+from surefoot.components.profiler.tracing.window import Window
 from surefoot.contract import events, runlock
 from surefoot.contract.events import Ended, Step
 from surefoot.contract.spec import RunSpec

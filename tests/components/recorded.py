@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.profiler.tracing import Profiler, Window
+from surefoot.components.profiler.tracing.window import Profiler, Window
 
 WIDTH, BATCH = 64, 32
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.components.data.remote import Remote, fetch
+from surefoot.components.data.remote import fetch
 from surefoot.components.data.remote.fetch import RetryPolicy
+from surefoot.components.data.remote.shards import Remote
 from tests.components.server import Served, serving
 
 pytest.importorskip("fsspec")

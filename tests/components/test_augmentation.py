@@ -20,34 +20,28 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from surefoot.components.data.order import Keys
-from surefoot.components.data.transforms import (
-    CenterCrop,
-    Crop,
-    Cutout,
-    Erase,
+from surefoot.components.data.transforms.colors import (
     Jitter,
-    Mirror,
     Normalize,
-    Pipeline,
-    Resize,
-    Translate,
     adjust_brightness,
     adjust_contrast,
     adjust_hue,
     adjust_saturation,
-    center_crop,
-    cutmix,
-    cutout,
-    erase,
-    mixup,
     normalize,
+)
+from surefoot.components.data.transforms.erasing import Cutout, Erase, cutout, erase
+from surefoot.components.data.transforms.mixing import cutmix, draw_shares, mixup, soft_targets
+from surefoot.components.data.transforms.moving import Mirror, Translate
+from surefoot.components.data.transforms.pipeline import Pipeline, keys_of
+from surefoot.components.data.transforms.resizing import (
+    CenterCrop,
+    Crop,
+    Resize,
+    center_crop,
+    draw_boxes,
     random_resized_crop,
     resize,
-    soft_targets,
 )
-from surefoot.components.data.transforms.mixing import draw_shares
-from surefoot.components.data.transforms.pipeline import keys_of
-from surefoot.components.data.transforms.resizing import draw_boxes
 from surefoot.core.errors import DataError
 
 BYTES_BHWC = torch.from_numpy(

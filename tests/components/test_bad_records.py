@@ -16,10 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surefoot.components.data import Feed, Keys, Order, Tars
-from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.bad import read_sound
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
+from surefoot.components.data.order import Keys
+from surefoot.components.data.tars.source import Tars
+from surefoot.components.metrics.partial import Mean, accuracy
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Source
 from surefoot.core.errors import BadRecordError

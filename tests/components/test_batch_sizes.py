@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from surefoot import Loss, RunSpec, attach
-from surefoot.components.data import size_of
+from surefoot.components.data.feed import size_of
 from surefoot.train.run import Run
 
 

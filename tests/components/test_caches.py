@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.checkpoint.export import capture, export_graph, max_error
-from surefoot.components.memory import recompute
 from surefoot.components.memory.caches import without_caches
+from surefoot.components.memory.recompute import recompute
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss

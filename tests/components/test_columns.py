@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import Arrays, Table
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.tables import Table
 from surefoot.core.errors import DataError
 
 pa = pytest.importorskip("pyarrow")

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.compiler import Steward, compile_regions
+from surefoot.components.compiler.regions import compile_regions
+from surefoot.components.compiler.steward import Steward
 from surefoot.components.precision import keep_in_fp32
 from surefoot.core.errors import InputError, TaskError
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from surefoot.components.profiler.tracing import analyse, draw, trace
+from surefoot.components.profiler.tracing import trace
+from surefoot.components.profiler.tracing.analysis import analyse, draw
 from surefoot.core.errors import InputError
 from tests.components.recorded import recorded, write
 

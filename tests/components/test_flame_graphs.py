@@ -9,7 +9,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
-from surefoot.components.profiler.tracing import analyse, draw, flame, fold, trace
+from surefoot.components.profiler.tracing import flame, fold, trace
+from surefoot.components.profiler.tracing.analysis import analyse, draw
 from tests.components.recorded import recorded, write
 
 __all__ = ["recorded"]  # a fixture

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import commits, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss

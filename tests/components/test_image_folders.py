@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from surefoot.components.data import ImageFolder
+from surefoot.components.data.sources.images import ImageFolder
 from surefoot.contract.task import Source
 from surefoot.core.errors import DataError
 from tests.components.test_tars import image

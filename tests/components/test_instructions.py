@@ -19,7 +19,7 @@ from surefoot.core.place import child_environment
 COMPILE = """
 import torch
 from torch import nn
-from surefoot.components.compiler import compile_regions
+from surefoot.components.compiler.regions import compile_regions
 torch.manual_seed(0)
 model, points = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(4, 8)
 plain = model(points)

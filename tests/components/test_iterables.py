@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Iterated
-from surefoot.components.data.sources.iterated import KEPT_STATES
+from surefoot.components.data.sources.iterated import KEPT_STATES, Iterated
 
 
 class Stateful:

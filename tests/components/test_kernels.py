@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.graph import GraphLowering
 
-from surefoot.components.compiler import compile_regions
 from surefoot.components.compiler.kernels import Graph, watch_kernels
+from surefoot.components.compiler.regions import compile_regions
 
 N = 1 << 16
 FLOATS = 4 * N  # bytes of a row of them

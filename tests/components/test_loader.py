@@ -24,8 +24,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Feed, Iterated, Order
-from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError

@@ -17,8 +17,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from surefoot.components.data import Arrays, Safetensors
-from surefoot.components.data.sources.tensors import TORCH
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.tensors import TORCH, Safetensors
 from surefoot.contract.manifest import ITEM_BYTES
 from surefoot.core.errors import DataError
 
@@ -166,7 +166,7 @@ TRAIN = """
 import resource, sys
 from pathlib import Path
 import numpy as np, torch
-from surefoot.components.data import Arrays, Safetensors, TokenFile, Tokens
+from surefoot.data import Arrays, Safetensors, TokenFile, Tokens
 
 def pages(which):
     return int(Path("/proc/self/statm").read_text().split()[which]) * resource.getpagesize()

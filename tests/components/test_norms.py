@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.stability import convert_batchnorm, find_batch_norms
+from surefoot.components.stability.norms import convert_batchnorm, find_batch_norms
 from surefoot.core.errors import SpecError, TaskError
 
 

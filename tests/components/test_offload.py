@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.memory import Offloaded, offload
+from surefoot.components.memory import offload
+from surefoot.components.memory.offload import Offloaded
 from surefoot.components.optim import master_of
 from surefoot.core.errors import SpecError
 from surefoot.prove.bench.rehearsal import Rehearsal

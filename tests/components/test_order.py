@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import Arrays, Feed, Keys, Order, Permutation
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.order import Keys, Permutation
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.core.errors import DataError
 
 LARGE = 2**40

@@ -14,18 +14,18 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.profiler import (
+from surefoot.components.profiler.phases.clock import (
     BACKWARD,
     CHECKPOINT,
     DATA,
     EVALUATION,
     FORWARD,
     LOGGING,
+    ON_DEVICE,
     OPTIMIZER,
     OTHER,
     PhaseClock,
 )
-from surefoot.components.profiler.phases.clock import ON_DEVICE
 from surefoot.components.profiler.phases.compiled import count_compiled
 from surefoot.components.profiler.phases.device_line import DeviceLine
 from surefoot.components.profiler.phases.tally import MAX_SAMPLED, MAX_STEPS, Tally

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.components.data import Feed, Order
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
 
 
 def feed(n: int, ramp: tuple[tuple[int, int], ...]) -> Feed:

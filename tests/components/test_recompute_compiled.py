@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from surefoot import recompute
-from surefoot.components.compiler import CompiledRegions, compile_regions
-from surefoot.components.memory import find_blocks
+from surefoot.components.compiler.regions import CompiledRegions, compile_regions
+from surefoot.components.memory.blocks import find_blocks
 from surefoot.tasks.transformer import Transformer
 from tests.components.test_recompute import (
     Deep,

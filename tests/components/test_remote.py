@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surefoot.components.data import Tars
-from surefoot.components.data.remote import Remote
 from surefoot.components.data.remote.fetch import RetryPolicy
+from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars.index import open_index
+from surefoot.components.data.tars.source import Tars
 from surefoot.core.errors import DataError
 from tests.components.remote_shards import (
     CONTENT,

@@ -19,9 +19,10 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from surefoot.components.data import Tars
-from surefoot.components.data.remote import Remote, shards
+from surefoot.components.data.remote import shards
 from surefoot.components.data.remote.cache import Cache
+from surefoot.components.data.remote.shards import Remote
+from surefoot.components.data.tars.source import Tars
 from surefoot.core.errors import DataError
 from tests.components.remote_shards import (
     CONTENT,

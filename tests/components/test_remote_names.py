@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.components.data import Tars
-from surefoot.components.data.remote import Remote
 from surefoot.components.data.remote.names import expand, find_places
+from surefoot.components.data.remote.shards import Remote
+from surefoot.components.data.tars.source import Tars
 from surefoot.core.errors import DataError, MissingExtra
 from tests.components.remote_shards import QUICK, read, remote, served
 from tests.components.server import Served

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.components.data import Safetensors
+from surefoot.components.data.sources.tensors import Safetensors
 from surefoot.core.errors import DataError
 
 SIZES = {"F32": 4, "U8": 1}

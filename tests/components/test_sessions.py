@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from surefoot.components.data.loader import Reader
 from surefoot.components.data.loader.crew import check_picklable
+from surefoot.components.data.loader.jobs import Reader
 from surefoot.core.errors import DataError
 from tests.components.loading import Numbers
 
 SESSION = """
 import sys
-from surefoot.components.data import as_source
+from surefoot.data import as_source
 from surefoot.components.data.loader import LoaderSettings
 from surefoot.core.errors import DataError
 from tests.components.test_loader_attacks import loader

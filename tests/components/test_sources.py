@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import Arrays, Iterated, Synthetic, Tokens, TorchDataset, as_source
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.iterated import Iterated
+from surefoot.components.data.sources.synthetic import Synthetic
+from surefoot.components.data.sources.tokens import Tokens
+from surefoot.components.data.sources.wrapped import TorchDataset, as_source
 from surefoot.core.errors import DataError
 
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.memory import FileBackedParameters, spilled
+from surefoot.components.memory import spilled
+from surefoot.components.memory.spilled import FileBackedParameters
 from surefoot.trial import resident_bytes
 
 

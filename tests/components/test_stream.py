@@ -14,9 +14,10 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from surefoot.components.data import BlockShuffle, TarStream
-from surefoot.components.data.remote import Remote
+from surefoot.components.data.blocks import BlockShuffle
+from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars.shards import read_spans
+from surefoot.components.data.tars.stream import TarStream
 from surefoot.core.errors import DataError
 from tests.components.remote_shards import QUICK, make_tar
 from tests.components.server import serving

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import Table
 from surefoot.components.data.sources import tables
+from surefoot.components.data.sources.tables import Table
 from surefoot.contract.task import Source
 from surefoot.core.errors import DataError, MissingExtra
 from tests.components.test_tars import image

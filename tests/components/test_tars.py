@@ -22,10 +22,9 @@ import safetensors.numpy
 import torch
 from PIL import Image
 
-from surefoot.components.data.tars import Tars
 from surefoot.components.data.tars.decoders import DECODERS, decode
 from surefoot.components.data.tars.shards import Sample, read_shard
-from surefoot.components.data.tars.source import read_sample
+from surefoot.components.data.tars.source import Tars, read_sample
 from surefoot.core.errors import DataError
 from tests.components.test_index import write_tar
 

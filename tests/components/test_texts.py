@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from surefoot.components.data import Order, Packed, Texts, join_texts
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.sources.packed import Packed
+from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.contract.task import Source
 from surefoot.core.errors import DataError
 

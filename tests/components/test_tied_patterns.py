@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import optim
-from surefoot.components.memory import find_blocks
+from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.precision import keep_in_fp32
 from surefoot.core.errors import SpecError
 from surefoot.train.run import Run

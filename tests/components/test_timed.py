@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import surefoot
-from surefoot.components.observe import take_device_memory
+from surefoot.components.observe.memory_use import take_device_memory
 
 
 def test_a_block_is_timed_by_the_monotonic_clock_even_when_it_raises() -> None:

@@ -13,9 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data import Packed, TokenFile, Tokens, block_diagonal, find_documents
 from surefoot.components.data.sources import tokens as streams
-from surefoot.components.data.sources.packed import pack
+from surefoot.components.data.sources.packed import (
+    Packed,
+    TokenFile,
+    block_diagonal,
+    find_documents,
+    pack,
+)
+from surefoot.components.data.sources.tokens import Tokens
 from surefoot.core.errors import DataError
 from surefoot.tasks.pycorpus import PyCorpus
 from surefoot.tasks.transformer import Transformer

@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot.components.profiler.counts import Counter
-from surefoot.components.profiler.tracing import analyse, trace
+from surefoot.components.profiler.tracing import trace
+from surefoot.components.profiler.tracing.analysis import analyse
 from surefoot.components.profiler.tracing.operators import (
     OperatorStats,
     count_flops,

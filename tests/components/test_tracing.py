@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
-from surefoot.components.profiler.tracing import Profiler, Window, analyse, memory, trace, window
+from surefoot.components.profiler.tracing import memory, trace, window
+from surefoot.components.profiler.tracing.analysis import analyse
+from surefoot.components.profiler.tracing.window import Profiler, Window
 from surefoot.core.errors import InputError
 from tests.components.recorded import BATCH, WIDTH, record, recorded, small, take_step
 

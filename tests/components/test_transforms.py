@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from surefoot.components.data.transforms import crop, mirror, reflect_pad, translate
+from surefoot.components.data.transforms.moving import crop, mirror, reflect_pad, translate
 
 IMAGES_BHWC = torch.from_numpy(
     np.random.default_rng(0).integers(0, 256, (7, 9, 8, 3), dtype=np.uint8)

@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from surefoot.components.data import Feed, Order
-from surefoot.components.data.loader import Loader, LoaderNotice, LoaderSettings, Reader
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from tests.components.loading import Numbers, shifted
 from tests.components.test_loader import expected, nothing_stays, rows, same  # noqa: F401 - fixtures
 

@@ -18,9 +18,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from surefoot.components.data import Arrays, ImageFolder, Table, Tars, TarStream, TokenFile
-from surefoot.components.data.sources import Safetensors
-from surefoot.components.profiler.tracing import Profiler
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.images import ImageFolder
+from surefoot.components.data.sources.packed import TokenFile
+from surefoot.components.data.sources.tables import Table
+from surefoot.components.data.sources.tensors import Safetensors
+from surefoot.components.data.tars.source import Tars
+from surefoot.components.data.tars.stream import TarStream
+from surefoot.components.profiler.tracing.window import Profiler
 from surefoot.tasks.cifar10 import Cifar10
 from surefoot.tasks.pycorpus import PyCorpus
 from surefoot.tasks.wikitext2 import WikiText2

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from surefoot.components.parallel import check_unwrapped
+from surefoot.components.parallel.wrapped import check_unwrapped
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import TaskError
 from surefoot.tasks.digits import Digits

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from surefoot.components.observe import Journal
+from surefoot.components.observe.journal import Journal
 from surefoot.contract import events
 from surefoot.contract.events import (
     Committed,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from surefoot.components.data import Keys
+from surefoot.components.data.order import Keys
 
 Trained = tuple[list[float], dict[str, Tensor]]  # the loss of each step, and what was trained
 Mean = Callable[[ModuleType, nn.Module, Any], Tensor]  # the loss of a batch, as the field writes it

@@ -20,7 +20,7 @@ import torch
 import surefoot
 from surefoot import Loss, Run, RunSpec
 from surefoot.cli.main import build_verbs
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import events, spec_file
 from surefoot.contract.events import Ended, Evaluated, Event, Started
 from surefoot.core.errors import TaskError

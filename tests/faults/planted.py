@@ -20,7 +20,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, manifest
 from surefoot.contract.runlock import RunLock
-from surefoot.core import signals
+from surefoot.core.process import signals
 from surefoot.prove.campaigns.jobs import Job, Line
 from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.prove.campaigns.workshop import Child, Workshop

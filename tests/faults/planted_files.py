@@ -16,7 +16,7 @@ from typing import Any
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.components.checkpoint.background import Saver
-from surefoot.components.stability import Guard
+from surefoot.components.stability.guard import Guard
 from surefoot.contract import commits, digest, ledger, manifest
 from surefoot.contract.manifest import Entry
 from surefoot.core.errors import RunFolderError, StorageError

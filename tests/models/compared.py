@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import TorchDataset
+from surefoot.components.data.sources.wrapped import TorchDataset
 from surefoot.core.errors import SurefootError
 from surefoot.runtime.nested_tensors import map_tensors
 from tests.world.ranks import run_ranks

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import TorchDataset
+from surefoot.components.data.sources.wrapped import TorchDataset
 from surefoot.core.errors import SpecError
 from tests.world.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from surefoot.cli.main import main
-from surefoot.components.parallel import Replicas
+from surefoot.components.parallel.replicate import Replicas
 from surefoot.contract.spec import RunSpec
 from surefoot.control.plan import COLLECTIVES, Link, bus_factor
 from surefoot.core.statistics import median_interval, paired_ratio

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.memory_prediction.cases import Named
-from surefoot.components.observe import peak_resident_bytes
+from surefoot.components.observe.memory_use import peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
@@ -26,7 +26,7 @@ MAX_ERROR = 0.005
 HUGE = """
 import torch
 from surefoot import Loss
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 
 class Huge:
     def model(self):
@@ -184,7 +184,7 @@ PAIR = """
 import torch
 from torch import nn
 from surefoot import Loss
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 
 class Pair:
     def model(self):

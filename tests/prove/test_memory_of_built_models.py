@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, RunSpec
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.core.errors import InputError
 from surefoot.train.preflight.predicted import predict
 

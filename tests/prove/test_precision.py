@@ -74,7 +74,7 @@ def test_a_score_that_is_no_number_is_named(
     use = write_task(tmp_path)
     method = """
     def metrics(self, output, batch):
-        from surefoot.components.metrics import Mean
+        from surefoot.metrics import Mean
 
         return {"odd": Mean(float("nan"), 1)}
 """

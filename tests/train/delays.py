@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean
-from surefoot.components.observe import Journal
-from surefoot.components.profiler import COMMUNICATION, PhaseClock
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.metrics.partial import Mean
+from surefoot.components.observe.journal import Journal
+from surefoot.components.profiler.phases.clock import COMMUNICATION, PhaseClock
 from surefoot.contract.events import Event, Step
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.train.run import Run

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.cli.main import main
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, accuracy
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.metrics.partial import Mean, accuracy
 from surefoot.contract import events
 from surefoot.contract.events import Ended, Event, Fault
 from surefoot.contract.spec import RunSpec
@@ -32,7 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from surefoot import Loss
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 
 STEP = 0
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import surefoot
-from surefoot.components.memory import recompute
+from surefoot.components.memory.recompute import recompute
 from surefoot.components.optim import LiveBuffers
 from surefoot.contract import manifest
 from surefoot.contract.events import Fault

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.events import Started
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss

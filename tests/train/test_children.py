@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from surefoot.core import signals
+from surefoot.core.process import signals
 from surefoot.train.run import Run
 from tests.train.small import Small, end_of, spec
 

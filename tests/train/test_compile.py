@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.compiler import compile_regions
-from surefoot.components.data import Arrays
+from surefoot.components.compiler.regions import compile_regions
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.events import Compiled
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError

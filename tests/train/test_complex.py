@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import SpecError

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec, Term
-from surefoot.components.data import Arrays, Feed, Order
-from surefoot.components.data.feed import SampleWindow
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed, SampleWindow
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.optim import GuardedUpdate
 from surefoot.contract.task import resolve
 from surefoot.core.errors import SurefootError, TaskError

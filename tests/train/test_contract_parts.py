@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import surefoot
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import spec_file
 from surefoot.contract.task import find_arguments, find_use
 from surefoot.core.errors import InputError, SpecError, TaskError

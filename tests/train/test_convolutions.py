@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.train import environment
 from surefoot.train.run import Run

@@ -18,7 +18,11 @@ from safetensors.numpy import save_file
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays, ImageFolder, Safetensors, Table, Texts, join_texts
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.images import ImageFolder
+from surefoot.components.data.sources.tables import Table
+from surefoot.components.data.sources.tensors import Safetensors
+from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.contract.task import Source
 from surefoot.tasks.pycorpus import PyCorpus
 

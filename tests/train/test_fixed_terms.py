@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term
 from surefoot.core.errors import TaskError

@@ -25,12 +25,11 @@ from torch import nn
 
 import surefoot
 from surefoot.components.data.tars.stream import TarStream
-from surefoot.components.observe import Console
+from surefoot.components.observe.console import Console
 from surefoot.contract import events
 from surefoot.contract.runlock import is_held
-from surefoot.core import signals
 from surefoot.core.errors import InputError
-from surefoot.core.process import forked
+from surefoot.core.process import forked, signals
 from surefoot.train.attach import AttachedLoop
 from surefoot.train.run import Run
 from tests.train.small import Small, end_of, records, spec

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.events import Started, Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import NumbersError, SpecError

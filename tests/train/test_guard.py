@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components import optim
-from surefoot.components.data import Feed, Order
-from surefoot.components.observe import Meter
-from surefoot.components.stability import Guard
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
+from surefoot.components.observe.meter import Meter
+from surefoot.components.stability.guard import Guard
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec, StabilityTable
 from surefoot.contract.state import StepReport

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components import optim
-from surefoot.components.data import Feed, Order
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import Feed
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import resolve

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from surefoot.components.data import Arrays, Iterated
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.events import Started
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import surefoot
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.events import Started
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import surefoot
-from surefoot.components.observe import Console
+from surefoot.components.observe.console import Console
 from surefoot.contract import manifest
 from surefoot.contract.events import Evaluated, Step
 from surefoot.core.errors import NumbersError, UserCodeError

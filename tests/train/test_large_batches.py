@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import surefoot
-from surefoot.components.data import Arrays, consumed
-from surefoot.components.stability import GradientNoise
+from surefoot.components.data import consumed
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.stability.noise import GradientNoise
 from surefoot.contract import ledger
 from surefoot.contract.events import Evaluated, Started, Step
 from surefoot.core.errors import SpecError
@@ -227,7 +228,7 @@ def test_what_batchnorm_does_is_measured_by_the_first_attempt_alone(
 
 
 def _first(run: Run) -> list[tuple[Any, Any]]:
-    from surefoot.components.data import Keys
+    from surefoot.components.data.order import Keys
 
     feed = run.assembly.feed
     return [

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.components.observe import Journal, TensorBoard
+from surefoot.components.observe.journal import Journal
+from surefoot.components.observe.tensorboard import TensorBoard
 from surefoot.contract import commits, events, ledger, loop_ledger, manifest, runlock, spec_file
 from surefoot.contract.run_folder import files, retention
 from surefoot.core.errors import RunFolderError, StorageError, SurefootError

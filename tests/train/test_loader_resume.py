@@ -28,7 +28,7 @@ from torch.utils.data import (
 )
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import events, loop_ledger
 from surefoot.core.errors import OtherDataError, RunError
 from tests.train.small import faults_of

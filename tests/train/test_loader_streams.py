@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from surefoot import Run, RunSpec
-from surefoot.components.data import Iterated
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import DataError
 from tests.train.test_loader_resume import (

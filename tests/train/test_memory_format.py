@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
-from surefoot.components.compiler import lay_channels_last
-from surefoot.components.data import Arrays
+from surefoot.components.compiler.layout import lay_channels_last
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.optim import GuardedUpdate
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.train.run import Run

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from surefoot import Loss, Run
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.train.run import drive
 from tests.train.small import spec
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.train.preflight import check
 from surefoot.train.record.peak import stepping
 

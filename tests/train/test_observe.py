@@ -14,9 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Synthetic
-from surefoot.components.metrics import Mean, accuracy
-from surefoot.components.observe import Console, Meter
+from surefoot.components.data.sources.synthetic import Synthetic
+from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.observe.console import Console
+from surefoot.components.observe.meter import Meter
 from surefoot.contract import events
 from surefoot.contract.events import Ended, Evaluated, Event, Started, Step
 from surefoot.contract.state import StepReport

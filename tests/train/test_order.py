@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components.compiler import compile_regions
+from surefoot.components.compiler.regions import compile_regions
 from surefoot.train.record import compiling
 from surefoot.train.run import Run
 from tests.train.small import Small, spec

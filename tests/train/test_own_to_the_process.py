@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import surefoot
-from surefoot.components.observe import Journal
+from surefoot.components.observe.journal import Journal
 from surefoot.contract import manifest
 from surefoot.contract.events import Started
 from surefoot.contract.runlock import RunLock, is_held

@@ -18,7 +18,7 @@ from torch import nn
 
 import surefoot
 from surefoot.cli.look import past, story
-from surefoot.components.profiler import PhaseClock
+from surefoot.components.profiler.phases.clock import PhaseClock
 from surefoot.contract import events
 from surefoot.contract.events import PHASES, Ended, Step
 from surefoot.contract.task import Loss, Update

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, RunSpec, Term, Update
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.core.errors import TaskError
 from surefoot.train.assemble import assemble
 from surefoot.train.preflight import check

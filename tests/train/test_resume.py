@@ -21,7 +21,7 @@ from surefoot.contract import ledger, manifest, spec_file
 from surefoot.contract.events import Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError
-from surefoot.runtime.staging import Staging
+from surefoot.runtime.staging.copies import Staging
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import OPTIMIZERS, Small, faults_of, records, spec
@@ -241,7 +241,7 @@ def test_each_part_of_the_state_is_needed_for_the_same_bits(
         "random": "surefoot.components.checkpoint.restore_random",
         "task": "surefoot.train.resume.put_back.restore_entry",
         "scores": "surefoot.train.record.scores.Scores.restore",
-        "guard": "surefoot.components.stability.Guard.restore",
+        "guard": "surefoot.components.stability.guard.Guard.restore",
         "scaler": "surefoot.components.precision.LossScaler.load_state_dict",
     }[lost]
     monkeypatch.setattr(target, lambda *given: None)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components import optim
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.core.errors import SpecError, TaskError
 from tests.train.small import spec
 from tests.world.ranks import run_ranks

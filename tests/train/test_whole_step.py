@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.compiler import compile_function
+from surefoot.components.compiler.regions import compile_function
 from surefoot.contract.events import Compiled, Dtypes
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, SurefootError

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from surefoot.components.data import BlockShuffle, Order, Tars
+from surefoot.components.data.blocks import BlockShuffle, Order
 from surefoot.components.data.consumed import check
+from surefoot.components.data.tars.source import Tars
 from surefoot.contract import ledger
 from surefoot.core.errors import SpecError
 from surefoot.train.run import Run, drive

@@ -24,7 +24,7 @@ from surefoot.control.launch.forks import ForkServer
 from surefoot.control.launch.looking import RankFiles
 from surefoot.core import place
 from surefoot.core.errors import SurefootError
-from surefoot.core.signals import dying_with
+from surefoot.core.process.signals import dying_with
 
 Job = Callable[[int], int]
 GONE_S = 10.0  # within which no process may be left

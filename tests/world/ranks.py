@@ -18,7 +18,8 @@ import torch
 
 from surefoot.core import place
 from surefoot.core.ranks.layout import Transport
-from surefoot.runtime.comm import Group, join
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.join import join
 
 DEADLINE_S = 240.0
 CPU = torch.device("cpu")

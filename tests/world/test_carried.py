@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
-from surefoot.components.metrics import Mean, mean_of
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.metrics.partial import Mean, mean_of
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

@@ -18,7 +18,8 @@ from surefoot.core.errors import NumbersError
 from surefoot.core.ranks.layout import Transport
 from surefoot.prove.bench.collectives import TimedCollective, check, fit, measure, time_collective
 from surefoot.prove.bench.wanted import Sizes
-from surefoot.runtime.comm import Collective, Group
+from surefoot.runtime.comm.collectives import Collective
+from surefoot.runtime.comm.group import Group
 from tests.world.ranks import RankFailed, together
 
 NEEDED_FOR = {

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.parallel import Compression, Replicas
 from surefoot.components.parallel.low_rank import LowRank
+from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.wires import Compression
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from tests.world.ranks import together
 from tests.world.test_replicate import digest, grads
 

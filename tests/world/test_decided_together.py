@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.contract import manifest
 from surefoot.contract.task import Loss
 from surefoot.core.errors import EXIT_TERMINATED
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, spec, train

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import surefoot
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import Group
 from surefoot.runtime.comm.gathered import Gathering
+from surefoot.runtime.comm.group import Group
 from surefoot.train.run import Run
 from tests.train.test_fixed_terms import Fixed, penalty
 from tests.world.ranks import run_ranks, together

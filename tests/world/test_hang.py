@@ -26,7 +26,7 @@ from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch.looking import parse_stacks
 from surefoot.core import place
 from surefoot.core.flight import BUSY, Flight, Kind, RankSnapshot, Record, make_file, read
-from surefoot.runtime.comm import join
+from surefoot.runtime.comm.join import join
 from surefoot.train import run as loop
 from surefoot.train.run import Run
 from tests.world.launched import Supervised, forked, speak

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from tests.world.ranks import run_ranks
 
 BATCH, STEPS, LIMIT = 8, 3, 0.02

@@ -23,7 +23,10 @@ from surefoot.core import place
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Kind
 from surefoot.core.ranks.layout import Layout, Transport
-from surefoot.runtime.comm import Group, host_memory, join, lay_out
+from surefoot.runtime.comm import host_memory
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.join import join
+from surefoot.runtime.comm.mesh import lay_out
 from tests.world.ranks import CPU, RankFailed, run_ranks, together
 
 SIZES = (1, 7, 1000, host_memory.PIECE - 1, 3 * host_memory.PIECE + 5)

@@ -33,7 +33,7 @@ TRAIN = (
 JOIN = """
 import sys, torch
 from surefoot.core import place
-from surefoot.runtime.comm import join
+from surefoot.runtime.comm.join import join
 with join(place.here(), torch.device("cpu"), wait_s=float(sys.argv[1]), timeout_s=20) as group:
     print(group.exchange(f"rank {group.rank}"))
 """

@@ -400,7 +400,7 @@ names = lambda: (open(each).read().strip() for each in glob.glob("/proc/self/tas
 atexit.register(lambda: print(sorted(names())))
 import torch, torch.distributed as dist
 from surefoot.core import place
-from surefoot.runtime.comm import join
+from surefoot.runtime.comm.join import join
 with join(place.here(), torch.device("cpu"), wait_s=120, timeout_s=20) as group:
     held = [dist.new_group([0, 1])]
     held.append(held)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from surefoot import Loss
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 
 class Base:
     def model(self):

@@ -22,7 +22,7 @@ SCRIPT = """
 import os, sys
 import torch
 from torch import nn
-from surefoot.components.data import Arrays
+from surefoot.data import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

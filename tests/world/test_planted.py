@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from surefoot.components.data.feed import Share
-from surefoot.components.parallel import JoinedBuffers, Replicas, Totals
-from surefoot.runtime.comm import Group
+from surefoot.components.parallel.norms import JoinedBuffers
+from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.totals import Totals
+from surefoot.runtime.comm.group import Group
 from surefoot.train.record import batch_results
 from tests.world.ranks import run_ranks
 from tests.world.test_run import apart, train

@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
-from surefoot.components.parallel import Replicas
-from surefoot.components.profiler.tracing import Window, analyse
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.profiler.tracing.analysis import analyse
 from surefoot.components.profiler.tracing.collectives import CollectiveStats, find_collectives
 from surefoot.components.profiler.tracing.trace import OPERATOR, RANGE, Slice, Trace
+from surefoot.components.profiler.tracing.window import Window
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core import place

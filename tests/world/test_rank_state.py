@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import surefoot
 from surefoot.cli.operate.difference import compare
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, resolve

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surefoot.components.parallel import JoinedBuffers, Replicas, Totals, join_batchnorm
+from surefoot.components.parallel.norms import JoinedBuffers
+from surefoot.components.parallel.replicate import Replicas
+from surefoot.components.parallel.sync_norm import join_batchnorm
+from surefoot.components.parallel.totals import Totals
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import TaskError
 from surefoot.prove.bench.rehearsal import Rehearsal
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from tests.train.small import TEXT
 from tests.world.ranks import RankFailed, together
 

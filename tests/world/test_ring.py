@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from tests.world.ranks import together
 
 FILE = Path(__file__).resolve().parents[2] / "examples" / "ring_all_reduce.py"

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from surefoot.components.data import Arrays, Keys, consumed
-from surefoot.components.metrics import Mean, accuracy, perplexity
+from surefoot.components.data import consumed
+from surefoot.components.data.order import Keys
+from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.metrics.partial import Mean, accuracy, perplexity
 from surefoot.contract import events, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term, Update

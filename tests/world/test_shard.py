@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from surefoot.cli.operate import difference
 from surefoot.components import checkpoint
 from surefoot.components.data import consumed
-from surefoot.components.parallel.shard import cut_rows
+from surefoot.components.parallel.shard.parts import cut_rows
 from surefoot.contract import commits, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of

@@ -18,12 +18,14 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from surefoot.components.optim import GuardedUpdate
-from surefoot.components.parallel import FullySharded, ShardedState, gather_rows
-from surefoot.components.parallel.shard.parts import serve_part
+from surefoot.components.parallel.shard.fully import FullySharded
+from surefoot.components.parallel.shard.parts import gather_rows, serve_part
+from surefoot.components.parallel.shard.state import ShardedState
 from surefoot.contract.state import master_of, part_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.ranks.layout import Layout
-from surefoot.runtime.comm import SOLO, Group, Mesh, lay_out
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.mesh import SOLO, Mesh, lay_out
 from tests.world.ranks import together
 
 STEPS, NORM = 3, 0.5

@@ -16,13 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core import place
 from surefoot.core.ranks.stragglers import Pace
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.run import Run
 from surefoot.train.step.pace import Paces
 from tests.train.small import faults_of, records

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from tests.world.ranks import run_ranks
 
 STEPS = 8

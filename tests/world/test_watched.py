@@ -22,7 +22,8 @@ import torch
 
 from surefoot.contract import events, manifest
 from surefoot.core import place
-from surefoot.runtime.comm import Group, watched
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.watched import watched
 from tests.world.launched import forked, is_alive, speak
 from tests.world.ranks import together as with_group
 from tests.world.test_hang import NAMED, PLANTED, Hangs

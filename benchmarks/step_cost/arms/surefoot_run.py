@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.step_cost.models import LEARNING_RATE, SEED, WORKLOADS, Batch, Workload
 from benchmarks.step_cost.watch import Watch, main
-from surefoot.components.data import Arrays
+from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

@@ -27,7 +27,8 @@ from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_number, format_percent, format_seconds
 
 if TYPE_CHECKING:
-    from surefoot.components.profiler.tracing import TraceAnalysis, Window
+    from surefoot.components.profiler.tracing.analysis import TraceAnalysis
+    from surefoot.components.profiler.tracing.window import Window
 
 ROWS = 20
 ALL = "shapes,stacks,memory"
@@ -80,8 +81,7 @@ def profile(
     if given.endswith(ENDINGS) and not is_run:
         _tell_trace(Path(given), run, json=json)
         return None
-    from surefoot.components.profiler.tracing import Window
-    from surefoot.components.profiler.tracing.window import check_gpu, check_levels
+    from surefoot.components.profiler.tracing.window import Window, check_gpu, check_levels
 
     if nvtx:
         check_gpu()
@@ -180,8 +180,7 @@ def _of_run(
 
 
 def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
-    from surefoot.components.profiler.tracing import analyse, draw
-    from surefoot.components.profiler.tracing.analysis import TRACE_FILE
+    from surefoot.components.profiler.tracing.analysis import TRACE_FILE, analyse, draw
     from surefoot.components.profiler.tracing.nsight import render
 
     found = analyse(folder / TRACE_FILE)
@@ -199,7 +198,7 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
 
 def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
     """Print the analysis of an existing trace of any loop; draw it only if `run` is given."""
-    from surefoot.components.profiler.tracing import analyse, draw
+    from surefoot.components.profiler.tracing.analysis import analyse, draw
 
     found = analyse(path)
     files = [] if run is None else draw(found, run / "profile")

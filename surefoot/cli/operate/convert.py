@@ -64,8 +64,8 @@ def convert(
     from surefoot.cli.table import without_control
     from surefoot.components.data.disk.convert import ShardNaming, plain_name
     from surefoot.components.data.disk.convert import convert as write
-    from surefoot.components.data.sources import ImageFolder
-    from surefoot.core.signals import ending_by_signal
+    from surefoot.components.data.sources.images import ImageFolder
+    from surefoot.core.process.signals import ending_by_signal
     from surefoot.core.units import format_bytes, parse_bytes
 
     layout = ShardNaming(

@@ -37,10 +37,10 @@ def stage(
     """
     from surefoot.cli.table import print_table, without_control
     from surefoot.components.data.disk.stage import stage as copy
-    from surefoot.components.data.remote import is_url
+    from surefoot.components.data.remote.names import is_url
     from surefoot.components.data.tars.audit import find_tars
     from surefoot.core.errors import DataError
-    from surefoot.core.signals import ending_by_signal
+    from surefoot.core.process.signals import ending_by_signal
     from surefoot.core.units import format_bytes
 
     if any(map(is_url, paths)):

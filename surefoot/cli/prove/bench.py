@@ -23,7 +23,7 @@ from surefoot.cli.options import (
 from surefoot.cli.prove import comm
 from surefoot.cli.table import print_table, print_text, write_csv
 from surefoot.core.errors import InputError, UserCodeError
-from surefoot.core.signals import ending_by_signal
+from surefoot.core.process.signals import ending_by_signal
 from surefoot.core.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.table import print_table, print_text
 from surefoot.core.errors import EXIT_OK, InputError, SpecError, StorageError, hint_unwritten
-from surefoot.core.signals import ending_by_signal
+from surefoot.core.process.signals import ending_by_signal
 from surefoot.core.units import UNKNOWN
 
 if TYPE_CHECKING:

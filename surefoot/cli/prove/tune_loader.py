@@ -17,7 +17,7 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.cli.table import print_table
-from surefoot.core.signals import ending_by_signal
+from surefoot.core.process.signals import ending_by_signal
 from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
-from surefoot.core.signals import ending_by_signal
+from surefoot.core.process.signals import ending_by_signal
 
 NUM_SEEDS, NUM_STEPS, NUM_KILLS = 3, 24, 3
 OF_SPEC = ("--set", "--seed", "--data")

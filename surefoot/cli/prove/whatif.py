@@ -22,7 +22,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.table import write_csv
 from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
-from surefoot.core.signals import ending_by_signal
+from surefoot.core.process.signals import ending_by_signal
 from surefoot.core.units import format_bytes, format_percent, parse_bytes
 
 if TYPE_CHECKING:

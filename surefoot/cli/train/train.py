@@ -173,8 +173,7 @@ def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
 
 
 def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> None:
-    from surefoot.components.observe import final_table
-    from surefoot.components.observe.console import result_rows
+    from surefoot.components.observe.console import final_table, result_rows
 
     if json:
         options.print_json(dict(summary))

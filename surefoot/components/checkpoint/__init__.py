@@ -46,7 +46,7 @@ from surefoot.components.checkpoint.tensor_files import (
 from surefoot.components.checkpoint.tree import as_run_folder_errors, join, name_kind, split
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.run_folder.retention import make_room, retain
-from surefoot.runtime.attributes import generator_state, is_generator, restore_generator
+from surefoot.runtime.attributes.generators import generator_state, is_generator, restore_generator
 
 __all__ = [
     "MODEL",

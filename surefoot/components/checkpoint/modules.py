@@ -21,7 +21,8 @@ from surefoot.components.checkpoint.tensor_files import check_storable, fill
 from surefoot.components.checkpoint.tree import split
 from surefoot.contract.state import Part
 from surefoot.core.errors import RunFolderError, TaskError
-from surefoot.runtime.attributes import AttributeChanges, Stored, encode_attributes
+from surefoot.runtime.attributes.stored import Stored, encode_attributes
+from surefoot.runtime.attributes.tracker import AttributeChanges
 
 
 class ModuleTensors(NamedTuple):

@@ -39,7 +39,7 @@ from surefoot.components.checkpoint.tree import split
 from surefoot.contract.manifest import NAME, Manifest
 from surefoot.contract.state import master_of, part_of
 from surefoot.core.errors import TaskError
-from surefoot.runtime.attributes import generator_state, is_generator
+from surefoot.runtime.attributes.generators import generator_state, is_generator
 
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")

@@ -49,12 +49,8 @@ from surefoot.contract import commits
 from surefoot.contract.manifest import Manifest, Piece
 from surefoot.contract.state import master_of, part_of, with_strides_of
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.attributes import (
-    check_attributes,
-    is_generator,
-    put_back_attributes,
-    restore_generator,
-)
+from surefoot.runtime.attributes.generators import is_generator, restore_generator
+from surefoot.runtime.attributes.stored import check_attributes, put_back_attributes
 from surefoot.runtime.nested_tensors import map_tensors
 
 NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}

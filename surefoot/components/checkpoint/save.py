@@ -33,7 +33,7 @@ from surefoot.core.errors import (
     SurefootError,
     TaskError,
 )
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 # consecutive checkpoints that may link one file; then it is written again, so that one bad block
 # cannot harm them all

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.sources import Iterated
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import SpecError

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from surefoot.runtime.attributes import AttributeSnapshot
+from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 
 Slot = tuple[nn.Module, str]
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]

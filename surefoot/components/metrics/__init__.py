@@ -1,27 +1,5 @@
 """Metrics as partial results that can be merged."""
 
-from surefoot.components.metrics.partial import (
-    Better,
-    BitsPerByte,
-    FromTorchmetrics,
-    Mean,
-    Perplexity,
-    accuracy,
-    bits_per_byte,
-    mean_of,
-    perplexity,
-    top_k,
-)
+from surefoot.core.old_homes import moved_to
 
-__all__ = [
-    "Better",
-    "BitsPerByte",
-    "FromTorchmetrics",
-    "Mean",
-    "Perplexity",
-    "accuracy",
-    "bits_per_byte",
-    "mean_of",
-    "perplexity",
-    "top_k",
-]
+__getattr__ = moved_to("surefoot.metrics", __name__)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim.fused import copy_tensors
-from surefoot.runtime.attributes import AttributeSnapshot
+from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 
 Slot = tuple[nn.Module, str]
 

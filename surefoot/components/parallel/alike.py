@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 # integer dtype by element size
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from surefoot.components.parallel.wires import Wait
 from surefoot.contract.state import master_of
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 Grads = list[Tensor | None]
 

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from surefoot.components.parallel.exact import VirtualRanks
 from surefoot.components.parallel.sync_norm import SyncNorm
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 Slot = tuple[nn.Module, str]
 

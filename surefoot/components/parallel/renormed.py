@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 
 def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:

@@ -30,7 +30,7 @@ from surefoot.components.parallel.wires import (
 )
 from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 # as in DDP: the first bucket is small, so that it is sent early
 BUCKET_BYTES, FIRST_BUCKET_BYTES = (25 << 20, 1 << 20)

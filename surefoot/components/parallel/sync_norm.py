@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, Group
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot.components.parallel.exact import VirtualRanks
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 Row = tuple[Tensor, float | Tensor, float]
 Names = tuple[tuple[str, float], ...]  # loss terms with their weights

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 Wait = Callable[[], Any]  # returns the next Wait, or None
 # largest exponent whose power of two and its inverse are normal numbers

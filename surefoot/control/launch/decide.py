@@ -13,7 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from surefoot.core.errors import InputError, LostRank
-from surefoot.core.signals import ENDINGS
+from surefoot.core.process.signals import ENDINGS
 
 # checkpoints until a slot that was left out is tried again; doubled each time it fails again
 FIRST_WAIT = 3

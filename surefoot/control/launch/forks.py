@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from surefoot.core import place
-from surefoot.core.signals import dying_with, process_control
+from surefoot.core.process.signals import dying_with, process_control
 
 # exit status of a rank whose fork server has died: it was killed with it
 LOST = -int(signal.SIGKILL)

@@ -25,11 +25,11 @@ from surefoot.control.launch.elastic import AttemptEnd, Places
 from surefoot.control.launch.forks import Forked, ForkServer
 from surefoot.control.launch.looking import Judge, RankFiles, look, with_last_stacks, with_stacks
 from surefoot.control.launch.peers import Peer
-from surefoot.core import flight, place, signals
+from surefoot.core import flight, place
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
 from surefoot.core.flight import RankSnapshot
 from surefoot.core.hardware import count_cores
-from surefoot.core.process import memory_limits
+from surefoot.core.process import memory_limits, signals
 
 LOOK_S = 0.05
 MAX_CHARACTERS = 200  # lines of a rank that are kept, from its first error on

@@ -14,7 +14,7 @@ from surefoot.control.launch.blocked import find_waits
 from surefoot.core import flight
 from surefoot.core.flight import RankSnapshot
 from surefoot.core.process.frames import is_of_surefoot
-from surefoot.core.signals import STACKS_SIGNAL
+from surefoot.core.process.signals import STACKS_SIGNAL
 
 # seconds for a rank to write its stack; a busy machine needs longer
 STACK_S, MAX_STACK_S = 0.3, 5.0

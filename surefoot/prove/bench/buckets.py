@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from surefoot.components.parallel import Replicas
+from surefoot.components.parallel.replicate import Replicas
 from surefoot.contract.spec import RunSpec
 from surefoot.control.plan import Link, best_bucket_bytes, bus_factor, reduce_s
 from surefoot.core.errors import InputError, SurefootError
@@ -24,7 +24,7 @@ from surefoot.core.units import parse_bytes
 from surefoot.prove.bench.collectives import fit, measure, time_calls
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.wanted import Buckets, Sizes
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.failure import blame
 from surefoot.train.resume import together
 from surefoot.train.resume.program import Program

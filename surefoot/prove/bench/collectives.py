@@ -15,7 +15,9 @@ from surefoot.core.errors import InputError, NumbersError, SpecError
 from surefoot.core.ranks.layout import Transport
 from surefoot.core.statistics import Interval, median_interval
 from surefoot.prove.bench.wanted import Sizes
-from surefoot.runtime.comm import Collective, Group, join
+from surefoot.runtime.comm.collectives import Collective
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.join import join
 from surefoot.train.environment import find_device
 
 WAIT_S, TIMEOUT_S = 120.0, 600.0  # wait for ranks that are still importing; timeout of a collective

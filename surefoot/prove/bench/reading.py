@@ -21,13 +21,13 @@ import numpy as np
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.devices import Device, drop_cached, find_device
-from surefoot.components.data.loader import Kind
-from surefoot.components.data.remote import is_url
-from surefoot.components.data.sources import ImageFolder
-from surefoot.components.data.tars import Tars
+from surefoot.components.data.loader.settings import Kind
+from surefoot.components.data.remote.names import is_url
+from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.audit import find_tars
 from surefoot.components.data.tars.decoders import DECODERS
 from surefoot.components.data.tars.far import find_remote
+from surefoot.components.data.tars.source import Tars
 from surefoot.core.errors import DataError, InputError
 from surefoot.core.units import format_bytes
 

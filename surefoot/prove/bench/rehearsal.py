@@ -10,12 +10,13 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Iterated
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.optim import backward
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
 from surefoot.core.errors import InputError
-from surefoot.runtime.comm import ALONE, Group, Mesh
+from surefoot.runtime.comm.group import ALONE, Group
+from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble
 

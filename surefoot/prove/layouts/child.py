@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from surefoot.components.parallel import gather_rows
+from surefoot.components.parallel.shard.parts import gather_rows
 from surefoot.contract import spec_file
 from surefoot.contract.state import master_of, part_of
 from surefoot.contract.task import resolve

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from surefoot.components.data import as_source
-from surefoot.components.stability import find_batch_norms
+from surefoot.components.data.sources.wrapped import as_source
+from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, Resolved, Source
 from surefoot.prove.layouts.pass_record import PassRecord
 from surefoot.runtime.nested_tensors import map_tensors

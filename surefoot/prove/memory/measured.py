@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from surefoot.components.memory.measure import Rise
-from surefoot.components.observe import peak_resident_bytes
+from surefoot.components.observe.memory_use import peak_resident_bytes
 from surefoot.contract.spec import RunSpec
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.preflight.predicted import held_bytes

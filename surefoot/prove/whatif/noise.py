@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from surefoot.components import checkpoint
-from surefoot.components.data import Iterated, Keys, to_device
+from surefoot.components.data.feed import to_device
+from surefoot.components.data.order import Keys
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.optim import leaf_of
-from surefoot.components.stability import GradientNoise, Noise
+from surefoot.components.stability.noise import GradientNoise, Noise
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.train import environment

@@ -27,8 +27,8 @@ from surefoot.core import place
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Flight, make_file
 from surefoot.core.place import Place
+from surefoot.core.process.signals import STACKS_SIGNAL, dying_with
 from surefoot.core.ranks.layout import Transport
-from surefoot.core.signals import STACKS_SIGNAL, dying_with
 from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
 from surefoot.runtime.comm.host_memory import meet
 

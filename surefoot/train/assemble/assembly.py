@@ -12,18 +12,22 @@ import torch
 from torch import nn
 
 from surefoot.components import optim, precision
-from surefoot.components.compiler import CompiledRegions
-from surefoot.components.data import Feed, Keys, to_device
-from surefoot.components.data.loader import LoaderNotice, ReadResult, look, read_sound
-from surefoot.components.memory import RecomputeHandle
-from surefoot.components.observe import Summary, peak_resident_bytes, take_device_memory
-from surefoot.components.stability import Noise
+from surefoot.components.compiler.regions import CompiledRegions
+from surefoot.components.data.feed import Feed, to_device
+from surefoot.components.data.loader.bad import ReadResult, read_sound
+from surefoot.components.data.loader.jobs import look
+from surefoot.components.data.loader.settings import LoaderNotice
+from surefoot.components.data.order import Keys
+from surefoot.components.memory.recompute import RecomputeHandle
+from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
+from surefoot.components.observe.meter import Summary
+from surefoot.components.stability.noise import Noise
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import Timing
 from surefoot.contract.task import Batch, Resolved, Source
 from surefoot.core.schedule.plan import Curve
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.environment import circumstances
 from surefoot.train.evaluate import Evaluation, Reading, evaluate
 from surefoot.train.resume.program import Program

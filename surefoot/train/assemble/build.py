@@ -10,20 +10,23 @@ import torch
 from torch import nn
 
 from surefoot.components import optim, precision
-from surefoot.components.data import Feed, Iterated, Share
+from surefoot.components.data.feed import Feed, Share
 from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
-from surefoot.components.data.loader import Sound
-from surefoot.components.memory import FileBackedParameters, RecomputeHandle, recompute
-from surefoot.components.metrics import Better
-from surefoot.components.parallel import Sharded
-from surefoot.components.stability import GradientNoise
+from surefoot.components.data.loader.bad import Sound
+from surefoot.components.data.sources.iterated import Iterated
+from surefoot.components.memory.recompute import RecomputeHandle, recompute
+from surefoot.components.memory.spilled import FileBackedParameters
+from surefoot.components.metrics.partial import Better
+from surefoot.components.parallel.shard import Sharded
+from surefoot.components.stability.noise import GradientNoise
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import SOLO, Group, Mesh
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.mesh import SOLO, Mesh
 from surefoot.train.assemble.assembly import Assembly, Engine
 from surefoot.train.assemble.model import build_on_device, find_wanted_blocks, set_storage
 from surefoot.train.assemble.task import take_task

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from surefoot.components import optim, precision
-from surefoot.components.compiler import lay_channels_last
-from surefoot.components.parallel import check_unwrapped, join_batchnorm
-from surefoot.components.stability import convert_batchnorm
+from surefoot.components.compiler.layout import lay_channels_last
+from surefoot.components.parallel.sync_norm import join_batchnorm
+from surefoot.components.parallel.wrapped import check_unwrapped
+from surefoot.components.stability.norms import convert_batchnorm
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import SpecError, TaskError

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from surefoot.components import optim
-from surefoot.components.data import Feed
-from surefoot.components.memory import Offloaded
+from surefoot.components.data.feed import Feed
+from surefoot.components.memory.offload import Offloaded
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.task import Loss, Resolved, Update
 from surefoot.core.errors import SpecError, TaskError

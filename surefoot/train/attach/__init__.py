@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import optim
-from surefoot.components.profiler import DATA, OTHER
+from surefoot.components.profiler.phases.clock import DATA, OTHER
 from surefoot.contract import events
 from surefoot.contract.task import check_not_importing
 from surefoot.core import place

@@ -12,25 +12,25 @@ from torch import nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Stamp
-from surefoot.components.data.sources import OF_LOADER, ObservedLoader, name_states
 from surefoot.components.data.sources.batch_digest import (
     PassDigest,
     ReadingDifference,
     compare_content,
     digest_of_content,
 )
+from surefoot.components.data.sources.watched import OF_LOADER, ObservedLoader, name_states
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import Duration, name_some
-from surefoot.runtime.attributes import (
-    AttributeTracker,
+from surefoot.runtime.attributes.generators import (
     find_generators,
     generator_state,
     restore_generator,
 )
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.attributes.tracker import AttributeTracker
+from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.loop_ranks import SaveTimer

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import MODEL, Commit, Content, Stamp
-from surefoot.components.observe import Journal
+from surefoot.components.observe.journal import Journal
 from surefoot.contract import commits, digest, events
 from surefoot.contract.loop_ledger import LoopGuarantee, LoopLedger
 from surefoot.contract.manifest import Manifest, name_of_rank
@@ -30,7 +30,7 @@ from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import RunLock
 from surefoot.core import place
 from surefoot.core.errors import LostRank, RunFolderError, StorageError, TaskError, hint_unwritten
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train import environment, folder
 from surefoot.train.folder import Chosen
 from surefoot.train.resume import same

@@ -14,23 +14,20 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import in_place, size_of
-from surefoot.components.data.sources import ObservedLoader
-from surefoot.components.observe import (
-    Console,
-    Journal,
-    Meter,
-    NoJournal,
-    peak_resident_bytes,
-    take_device_memory,
-)
-from surefoot.components.profiler import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
-from surefoot.components.stability import Guard, GuardFault
+from surefoot.components.data import in_place
+from surefoot.components.data.feed import size_of
+from surefoot.components.data.sources.watched import ObservedLoader
+from surefoot.components.observe.console import Console
+from surefoot.components.observe.journal import Journal, NoJournal
+from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
+from surefoot.components.observe.meter import Meter
+from surefoot.components.profiler.phases.clock import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
+from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError
 from surefoot.core.process.forked import OwningProcess
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train import environment, folder
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import (

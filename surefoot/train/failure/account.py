@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from surefoot.components.observe import peak_resident_bytes
-from surefoot.components.profiler import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER
+from surefoot.components.observe.memory_use import peak_resident_bytes
+from surefoot.components.profiler.phases.clock import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER
 from surefoot.contract import signature
 from surefoot.contract.events import PHASES
 from surefoot.contract.run_folder import files

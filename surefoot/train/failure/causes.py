@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from surefoot.components.precision import Overflow, Watch
-from surefoot.components.stability import Guard
+from surefoot.components.stability.guard import Guard
 from surefoot.core.errors import NumbersError
 from surefoot.train.assemble import Assembly
 

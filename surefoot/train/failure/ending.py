@@ -7,7 +7,7 @@ import functools
 import signal
 from collections.abc import Callable
 
-from surefoot.core import flight, place, signals
+from surefoot.core import flight, place
 from surefoot.core.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
@@ -15,6 +15,7 @@ from surefoot.core.errors import (
     EXIT_TERMINATED,
     SurefootError,
 )
+from surefoot.core.process import signals
 from surefoot.train import environment
 from surefoot.train.failure import blame
 

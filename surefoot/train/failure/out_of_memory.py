@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from surefoot.components.checkpoint.random import random_states, restore_random
-from surefoot.components.profiler import BACKWARD, FORWARD
-from surefoot.components.stability import GuardFault
+from surefoot.components.profiler.phases.clock import BACKWARD, FORWARD
+from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure import account

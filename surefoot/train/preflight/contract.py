@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components.data import Iterated, in_place
+from surefoot.components.data import in_place
 from surefoot.components.data.lengths import with_largest_batch
-from surefoot.components.data.sources.iterated import copy_of
+from surefoot.components.data.sources.iterated import Iterated, copy_of
 from surefoot.components.memory.caches import HINT as CACHE_HINT
 from surefoot.components.memory.caches import is_of_repeated_pass
-from surefoot.components.stability import find_batch_norms
+from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, Loss, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.comm.gathered import Gathering

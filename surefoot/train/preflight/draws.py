@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from surefoot.components.data import Keys
-from surefoot.components.data.loader import Reader, read_sound
+from surefoot.components.data.loader.bad import read_sound
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.samples import NUM_SAMPLES

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.components.optim import leaf_of
-from surefoot.components.stability import find_batch_norms
+from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch
 from surefoot.core.units import format_percent
 from surefoot.train.assemble import Assembly

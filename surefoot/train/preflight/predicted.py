@@ -16,8 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.data import Keys, Share
+from surefoot.components.data.feed import Share
 from surefoot.components.data.lengths import with_largest_batch
+from surefoot.components.data.order import Keys
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.trace import (
     GRADIENTS,

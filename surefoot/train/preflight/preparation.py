@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved
-from surefoot.runtime.comm import Mesh
+from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
 from surefoot.train.folder import Chosen, RunFolderRequest

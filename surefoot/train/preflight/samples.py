@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from surefoot.components.data import Feed
+from surefoot.components.data.feed import Feed
 from surefoot.contract.task import Batch, Loss
 from surefoot.core.errors import TaskError
 from surefoot.train.assemble import Assembly

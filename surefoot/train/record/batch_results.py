@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
+from surefoot.components.metrics.partial import BitsPerByte, Mean, Perplexity
 from surefoot.contract.task import Batch, Metric, Output, Resolved
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 # totals and counts, which go as text
 PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)}

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from surefoot.components.compiler import CompiledRegions, compile_regions
 from surefoot.components.compiler.modes import why_default
-from surefoot.components.memory import RecomputeHandle, find_blocks
+from surefoot.components.compiler.regions import CompiledRegions, compile_regions
+from surefoot.components.memory.blocks import find_blocks
+from surefoot.components.memory.recompute import RecomputeHandle
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import Compilation
 from surefoot.contract.task import Resolved

@@ -11,7 +11,7 @@ from typing import final
 
 import torch
 
-from surefoot.components.data import Iterated
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.memory.measure import Rise
 from surefoot.contract import events
 from surefoot.contract.run_folder import files

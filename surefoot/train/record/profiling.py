@@ -15,8 +15,8 @@ from typing import Any, final
 
 from torch.profiler import record_function
 
-from surefoot.components.profiler import OTHER
-from surefoot.components.profiler.tracing import Profiler, Window
+from surefoot.components.profiler.phases.clock import OTHER
+from surefoot.components.profiler.tracing.window import Profiler, Window
 from surefoot.contract.events import PHASES
 from surefoot.contract.run_folder import files
 from surefoot.contract.state import StepReport

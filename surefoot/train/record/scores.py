@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from surefoot.components.observe import peak_resident_bytes
+from surefoot.components.observe.memory_use import peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.state import Timing
 from surefoot.core.statistics import quantiles

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.components.checkpoint import SaveResult
-from surefoot.components.data.loader import Loader, LoaderNotice
-from surefoot.components.observe import Console, Journal, NoJournal, TensorBoard
-from surefoot.components.profiler import LOGGING, PhaseClock
-from surefoot.components.stability import Guard, GuardFault
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.loader.settings import LoaderNotice
+from surefoot.components.observe.console import Console
+from surefoot.components.observe.journal import Journal, NoJournal
+from surefoot.components.observe.tensorboard import TensorBoard
+from surefoot.components.profiler.phases.clock import LOGGING, PhaseClock
+from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
 from surefoot.core import place
 from surefoot.core.errors import StorageError

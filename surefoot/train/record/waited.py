@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-from surefoot.components.stability import GuardFault
+from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.core.ranks.stragglers import ADVICE
 from surefoot.train import environment

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from surefoot.components.profiler.tracing import Window
+from surefoot.components.profiler.tracing.window import Window
 from surefoot.contract import events, runlock, spec_file
 from surefoot.contract.events import Started
 from surefoot.contract.run_folder import files

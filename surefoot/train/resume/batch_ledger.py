@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from surefoot.components.data import Feed, Iterated
-from surefoot.components.data.sources import BatchRead
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.sources.iterated import BatchRead, Iterated
 from surefoot.contract import ledger, loop_ledger
 from surefoot.contract.ledger import FILE
 from surefoot.contract.loop_ledger import LoopLedger

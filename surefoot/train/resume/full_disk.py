@@ -10,7 +10,7 @@ from surefoot.components import checkpoint
 from surefoot.contract.manifest import Manifest
 from surefoot.core.errors import StorageError
 from surefoot.core.units import format_seconds
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, Group
 
 
 def list_steps(steps: list[int]) -> str:

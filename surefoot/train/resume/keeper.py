@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, SaveResult, Stamp
-from surefoot.components.stability import GuardFault
+from surefoot.components.stability.guard import GuardFault
 from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes

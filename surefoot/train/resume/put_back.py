@@ -7,7 +7,7 @@ from typing import Any
 
 from surefoot.components.checkpoint import Commit
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import restore_entry
 from surefoot.train.resume.per_rank import rank_state

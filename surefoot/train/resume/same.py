@@ -19,7 +19,7 @@ from surefoot.contract import digest, manifest
 from surefoot.contract.run_folder import files
 from surefoot.core import place
 from surefoot.core.errors import NumbersError, RunFolderError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 if TYPE_CHECKING:
     from surefoot.train.resume.state import LiveState

@@ -22,7 +22,7 @@ from surefoot.contract.state import part_of
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.core.units import name_some
-from surefoot.runtime.comm import ALONE
+from surefoot.runtime.comm.group import ALONE
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.folder import Chosen

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
 from surefoot.components.optim import master_of, publish
-from surefoot.components.parallel import Sharded
+from surefoot.components.parallel.shard import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
 from surefoot.contract.state import Part, mark_same_part, part_of
-from surefoot.runtime.attributes import check_attributes, put_back_attributes
-from surefoot.runtime.comm import ALONE, Group
+from surefoot.runtime.attributes.stored import check_attributes, put_back_attributes
+from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import read_entry
 from surefoot.train.resume.per_rank import rank_state, unsent

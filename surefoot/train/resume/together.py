@@ -12,9 +12,10 @@ import numpy as np
 import torch
 
 from surefoot.components import checkpoint
-from surefoot.components.data import Feed, Iterated
 from surefoot.components.data.consumed import plan_of
-from surefoot.components.data.loader import Loader
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import ledger, loop_ledger
 from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import RunLock
@@ -25,7 +26,11 @@ from surefoot.core.errors import OtherDataError, SpecError, StorageError, TaskEr
 from surefoot.core.ranks import layout
 from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import Group, Mesh, join, lay_out, nccl, watched
+from surefoot.runtime.comm import nccl
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.join import join
+from surefoot.runtime.comm.mesh import Mesh, lay_out
+from surefoot.runtime.comm.watched import watched
 from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from surefoot.components.data import Feed
+from surefoot.components.data.feed import Feed
 from surefoot.components.data.lengths import find_rhythm, resolve, to_steps
 from surefoot.core.errors import SpecError
 from surefoot.core.units import Duration

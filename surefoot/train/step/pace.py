@@ -8,11 +8,11 @@ from typing import Any, final
 
 from torch import Tensor
 
-from surefoot.components.data import count_numbers
+from surefoot.components.data.feed import count_numbers
 from surefoot.components.profiler.phases.device_line import make_cuda_event
 from surefoot.contract.task import Batch
 from surefoot.core.ranks.stragglers import Pace, Straggler, StragglerWatch, find_lags
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 NUM_FIELDS = len(Pace._fields)
 # the time, and what had been waited in collectives until then, in nanoseconds

@@ -9,23 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim import Lamb, Lars, find_sparse, leaf_of, master_of
-from surefoot.components.parallel import (
-    Compression,
-    JoinedBuffers,
-    Replicas,
-    Sharded,
-    SyncNorm,
-    Totals,
-)
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.exact import OrderedGradientSum, VirtualRanks
+from surefoot.components.parallel.norms import JoinedBuffers
 from surefoot.components.parallel.renormed import JoinedRenorms
-from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from surefoot.components.parallel.totals import Row
-from surefoot.components.parallel.wires import NONE
+from surefoot.components.parallel.replicate import BUCKET_BYTES, FIRST_BUCKET_BYTES, Replicas
+from surefoot.components.parallel.shard import Sharded
+from surefoot.components.parallel.sync_norm import SyncNorm
+from surefoot.components.parallel.totals import Row, Totals
+from surefoot.components.parallel.wires import NONE, Compression
 from surefoot.contract.task import Batch
 from surefoot.core.errors import NumbersError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:

@@ -9,10 +9,16 @@ from typing import Any
 
 import torch
 
-from surefoot.components.data import WHOLE, Feed, Iterated, Order, Share, as_source
+from surefoot.components.data.blocks import Order
+from surefoot.components.data.feed import WHOLE, Feed, Share
 from surefoot.components.data.lengths import check_ramp
-from surefoot.components.data.loader import Ahead, Loader, LoaderNotice, LoaderSettings, Reader
+from surefoot.components.data.loader.ahead import Ahead
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import find_most
+from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
+from surefoot.components.data.sources.iterated import Iterated
+from surefoot.components.data.sources.wrapped import as_source
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch, Resolved, Source

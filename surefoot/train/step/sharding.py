@@ -9,16 +9,20 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from surefoot.components.data import Feed
+from surefoot.components.data.feed import Feed
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.optim import Lamb, Lars, find_norms, find_sparse
-from surefoot.components.parallel import Compression, FullySharded, Sharded, ShardedState
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.components.parallel.renormed import find_renormed
+from surefoot.components.parallel.shard import Sharded
+from surefoot.components.parallel.shard.fully import FullySharded
+from surefoot.components.parallel.shard.state import ShardedState
+from surefoot.components.parallel.wires import Compression
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
-from surefoot.runtime.comm import Group, Mesh
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.update import LiveUpdate
 

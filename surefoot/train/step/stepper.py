@@ -18,9 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data import Feed, Iterated, Keys
-from surefoot.components.data.loader import Ahead, Loader, Reader, StepBatches
-from surefoot.components.data.order import derive, mix
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.ahead import Ahead
+from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.loader import Loader
+from surefoot.components.data.order import Keys, derive, mix
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.optim import (
     GuardedUpdate,
     LiveBuffers,
@@ -31,7 +35,7 @@ from surefoot.components.optim import (
     master_of,
 )
 from surefoot.components.precision import PLAIN, DtypeRecord, Policy
-from surefoot.components.profiler import (
+from surefoot.components.profiler.phases.clock import (
     BACKWARD,
     CHECKPOINT,
     COMMUNICATION,
@@ -41,13 +45,14 @@ from surefoot.components.profiler import (
     OPTIMIZER,
     PhaseClock,
 )
-from surefoot.components.stability import GradientNoise
+from surefoot.components.stability.noise import GradientNoise
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError
-from surefoot.runtime.attributes import AttributeSnapshot, AttributeTracker
-from surefoot.runtime.comm import ALONE
+from surefoot.runtime.attributes.snapshot import AttributeSnapshot
+from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.gathered import Gathering
+from surefoot.runtime.comm.group import ALONE
 from surefoot.train.step.counts import Count, check_count, check_gathered, check_splittable
 from surefoot.train.step.factors import Counts, LossFactors
 from surefoot.train.step.hooks import GradientHooks

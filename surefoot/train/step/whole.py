@@ -13,8 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.compiler import compile_function
-from surefoot.components.compiler.regions import Mode
+from surefoot.components.compiler.regions import Mode, compile_function
 from surefoot.components.optim import GuardedUpdate, leaf_of
 from surefoot.components.precision import PLAIN, Policy
 from surefoot.contract.spec import CompileTable, RunSpec

@@ -1,7 +1,8 @@
 """Conversion of a folder of images to tars of bounded size, each complete or absent.
 
-The sizes of the images determine in advance which of them each tar holds, so that a later process
-continues with the tars that are missing. The bytes depend on the images and the settings alone.
+The sizes of the images determine in advance which of them each tar holds, and the digest of each
+tar is recorded as it is written, so that a later process continues with the tars that are missing
+or changed. The bytes depend on the images and the settings alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.files import (
@@ -27,10 +29,11 @@ from surefoot.components.data.disk.files import (
     write_sums,
     write_whole,
 )
-from surefoot.components.data.remote.shards import SUMS
+from surefoot.components.data.remote.shards import SUMS, parse_sums
 from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.index import Index, open_index
 from surefoot.components.data.tars.shards import BLOCK
+from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError
 
 SETTINGS = ".surefoot-convert"
@@ -104,24 +107,31 @@ def convert(
         check_room(out, sum(sizes.values()))
     make_folder(out)
     with lock_folder(out, SETTINGS) as file:
-        settings = json.dumps({"images": _identity(images), **asdict(layout)}).encode()
+        settings = json.dumps({"images": _identity(images), **asdict(layout)}).encode() + b"\n"
         file.seek(0)
-        if (held := file.read()) != settings:
-            if held:
-                raise DataError(
-                    f"{out} was started from other images or with other settings",
-                    hint="repeat the first command, or give a new folder",
-                )
-            file.write(settings)
-            file.flush()
-            os.fsync(file.fileno())
+        held, newline, _ = file.read().rpartition(b"\n")
+        held += newline
+        file.truncate(len(held))  # a line that a killed process wrote in part
+        if held and not held.startswith(settings):
+            raise DataError(
+                f"{out} was started from other images or with other settings",
+                hint="repeat the first command, or give a new folder",
+            )
+        if not held:
+            _append(file, settings)
         refuse_others(out, [path for path in out.glob("*.tar") if path.name not in shards])
         sweep(out, [*shards, *beside, SUMS])
-        missing = [name for name in shards if _size(out / name) != sizes[name]]
+        digests = parse_sums(held)
+        missing = [
+            name
+            for name in shards
+            if _size(out / name) != sizes[name] or of_file(out / name) != digests.get(name)
+        ]
         check_room(out, sum(sizes[name] for name in missing))
         for name, numbers in shards.items():
             if name in missing:
                 _write(out / name, images, numbers)
+                _append(file, f"{of_file(out / name)}  {name}\n".encode())
             tell(len(numbers))
         for name, content in beside.items():
             write_whole(out / name, content)
@@ -187,6 +197,12 @@ def _write(path: Path, images: ImageFolder, numbers: Sequence[int]) -> None:
                 member.size = len(content)
                 archive.addfile(member, io.BytesIO(content))
             archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
+
+
+def _append(file: BinaryIO, line: bytes) -> None:
+    file.write(line)
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _classes(images: ImageFolder) -> bytes:

@@ -38,8 +38,8 @@ from surefoot.components.data.loader.pilot import (
     WorkerTuner,
 )
 from surefoot.components.data.loader.settings import Kind, LoaderNotice, LoaderSettings
-from surefoot.components.data.sources import Iterated
 from surefoot.components.data.sources.batch_digest import check_content
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores

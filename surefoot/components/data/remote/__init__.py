@@ -3,8 +3,6 @@
 Each downloaded shard is verified against its digest.
 """
 
-from surefoot.components.data.remote.fetch import RetryPolicy
-from surefoot.components.data.remote.names import is_url
-from surefoot.components.data.remote.shards import Remote
+from surefoot.core.old_homes import moved_to
 
-__all__ = ["Remote", "RetryPolicy", "is_url"]
+__getattr__ = moved_to("surefoot.data", __name__)

@@ -24,7 +24,7 @@ from surefoot.components.data.sources.batch_digest import (
 from surefoot.components.data.sources.watched import ObservedLoader, name_states
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
-from surefoot.runtime.attributes import sign_state
+from surefoot.runtime.attributes.generators import sign_state
 
 KEPT_STATES, KEPT_SIZES = 16, 1024
 NOTHING = object()

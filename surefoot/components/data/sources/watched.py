@@ -22,7 +22,11 @@ from torch.utils.data import (
 from surefoot.components.data.sources.batch_digest import PassDigest
 from surefoot.contract.loop_ledger import MAX_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
-from surefoot.runtime.attributes import find_generators, generator_state, restore_generator
+from surefoot.runtime.attributes.generators import (
+    find_generators,
+    generator_state,
+    restore_generator,
+)
 
 MAX_NESTED = 16  # nesting of samplers
 OF_LOADER = "loader"  # name of the generators of a loader and its samplers

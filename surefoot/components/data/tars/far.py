@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from surefoot.components.data.remote import Remote, is_url
 from surefoot.components.data.remote.cache import file_lock
+from surefoot.components.data.remote.names import is_url
+from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars.index import (
     Index,
     Shard,

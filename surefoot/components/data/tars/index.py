@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from surefoot.components.data.order import check_ids
-from surefoot.components.data.remote import Remote
 from surefoot.components.data.remote.names import check_set
+from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars.shards import find_starts
 from surefoot.contract.digest import of_file
 from surefoot.core.errors import DataError

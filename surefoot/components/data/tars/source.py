@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data.remote import Remote
+from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars import decoders
 from surefoot.components.data.tars.far import find_remote, open_remote
 from surefoot.components.data.tars.index import Index, Tell, open_index

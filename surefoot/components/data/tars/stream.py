@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from surefoot.components.data.order import check_ids
-from surefoot.components.data.remote import Remote
+from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars.shards import Sample, read_spans
 from surefoot.components.data.tars.source import Transform, decode_parts, make_batch
 from surefoot.contract.task import Guarantee

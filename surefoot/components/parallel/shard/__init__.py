@@ -4,10 +4,12 @@ gradients (2), also of weights (3).
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC 2020).
 """
 
-from surefoot.components.parallel.shard.fully import FullySharded
-from surefoot.components.parallel.shard.parts import cut_rows, gather_rows
-from surefoot.components.parallel.shard.state import ShardedState
+from __future__ import annotations
 
-Sharded = FullySharded | ShardedState
+from typing import TYPE_CHECKING, TypeAlias
 
-__all__ = ["FullySharded", "Sharded", "ShardedState", "cut_rows", "gather_rows"]
+if TYPE_CHECKING:
+    from surefoot.components.parallel.shard.fully import FullySharded
+    from surefoot.components.parallel.shard.state import ShardedState
+
+Sharded: TypeAlias = "FullySharded | ShardedState"

@@ -23,7 +23,8 @@ from surefoot.components.parallel.shard.parts import Named, check_has_rows, serv
 from surefoot.components.parallel.shard.units import Units
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
-from surefoot.runtime.comm import Group, Mesh
+from surefoot.runtime.comm.group import Group
+from surefoot.runtime.comm.mesh import Mesh
 
 Hooks = tuple[Any, Any]
 

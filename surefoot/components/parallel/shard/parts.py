@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from surefoot.contract.state import Owner, Part, master_of
 from surefoot.core.errors import SpecError
-from surefoot.runtime.comm import Group
+from surefoot.runtime.comm.group import Group
 
 Named = Sequence[tuple[str, Tensor]]
 # as for torch's optimizers

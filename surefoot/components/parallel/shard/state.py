@@ -37,7 +37,7 @@ from surefoot.components.parallel.shard.parts import (
 from surefoot.components.parallel.wires import Wait
 from surefoot.contract.state import master_of
 from surefoot.core.errors import TaskError
-from surefoot.runtime.comm import Mesh
+from surefoot.runtime.comm.mesh import Mesh
 
 Rows = list[range]  # the rows of one tensor, by rank
 

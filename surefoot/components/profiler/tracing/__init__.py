@@ -1,7 +1,6 @@
 """Windows of torch.profiler around any loop, and analysis of their traces: operators, flame graphs,
 memory by category."""
 
-from surefoot.components.profiler.tracing.analysis import TraceAnalysis, analyse, draw
-from surefoot.components.profiler.tracing.window import LEVELS, Profiler, Window
+from surefoot.core.old_homes import moved_to
 
-__all__ = ["LEVELS", "TraceAnalysis", "Profiler", "Window", "analyse", "draw"]
+__getattr__ = moved_to("surefoot.profiler", __name__)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import final
 
 from surefoot.components.data import in_place
-from surefoot.components.stability import GuardFault
+from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import Batch
 from surefoot.train.assemble import Assembly

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from surefoot.core.units import name_some
-from surefoot.runtime.attributes import find_generators, sign_generator
+from surefoot.runtime.attributes.generators import find_generators, sign_generator
 from surefoot.train.assemble import Assembly
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} starts with a new one"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from surefoot.components.checkpoint import Commit
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.task import Resolved
-    from surefoot.runtime.comm import Group
+    from surefoot.runtime.comm.group import Group
 
 TREES = "task-ranks.json"
 OF_RANK = "task-rank-"  # the files of tensors begin so

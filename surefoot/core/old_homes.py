@@ -1,0 +1,35 @@
+"""Names at the paths where scripts imported them before `surefoot.data`, `surefoot.optim`, ..."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+RENAMED = {"Normalise": "Normalize"}
+
+
+def moved_to(home: str, package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package whose public names are now imported from `home`.
+
+    The names remain importable from `package` for one release, with a DeprecationWarning. A package
+    itself imports nothing, so that a run loads only the modules that it uses.
+    """
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if importlib.util.find_spec(f"{package}.{name}") is not None:
+            return importlib.import_module(f"{package}.{name}")
+        now = RENAMED.get(name, name)
+        value = getattr(importlib.import_module(home), now)
+        warnings.warn(
+            f"{package}.{name} is now {home}.{now}; the old path goes in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return value
+
+    return find

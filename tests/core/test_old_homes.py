@@ -1,0 +1,58 @@
+"""Names are importable for one release from where scripts imported them before."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+BEFORE = {
+    "surefoot.components.data": (
+        "Arrays BlockShuffle Feed ImageFolder Iterated Keys Order Safetensors Table TarStream Tars "
+        "Texts TokenFile Tokens as_source block_diagonal find_documents join_texts"
+    ),
+    "surefoot.components.data.blocks": "measure_mixing",
+    "surefoot.components.data.remote": "Remote",
+    "surefoot.components.data.transforms": "Crop Erase Jitter Mirror Normalise Pipeline mixup",
+    "surefoot.components.metrics": "Mean accuracy bits_per_byte mean_of perplexity top_k",
+    "surefoot.components.observe": "Meter",
+    "surefoot.components.optim": (
+        "GuardedUpdate build_groups find_trained master_of publish store_narrow"
+    ),
+    "surefoot.components.parallel": "Replicas",
+    "surefoot.components.precision": "LossScaler compute_context",
+    "surefoot.components.profiler.tracing": "Profiler Window analyse draw",
+    "surefoot.components.stability": "convert_batchnorm",
+    "surefoot.runtime.comm": "ALONE",
+}
+LAZY = "surefoot.components.data"
+
+
+@pytest.mark.parametrize("home", BEFORE)
+def test_old_paths_give_the_same_objects(home: str) -> None:
+    code = f"from {home} import {', '.join(BEFORE[home].split())}"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)
+
+
+def test_an_old_path_names_the_new_one() -> None:
+    module = importlib.import_module(LAZY)
+    with pytest.warns(DeprecationWarning, match=r"data.Arrays is now surefoot.data.Arrays"):
+        assert module.Arrays is importlib.import_module("surefoot.data").Arrays
+
+
+def test_a_name_that_is_nowhere_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Arays"):
+        _ = importlib.import_module(LAZY).Arays
+
+
+def test_a_submodule_is_found_without_its_neighbors() -> None:
+    code = (
+        "import sys; from surefoot.components.data import order; "
+        "print('surefoot.components.data.tars' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False"
