@@ -11,15 +11,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
+import shlex
 import sys
 from collections import Counter, UserDict
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
 
 from surefoot.core import place
+from surefoot.core.errors import SurefootError
+
+SUBJECTS = ("SPEC", "RUN", "SPEC|RUN")  # metavars of what a verb is about
 
 
 class Verb(TyperCommand):
@@ -31,6 +36,16 @@ class Verb(TyperCommand):
         if not ctx.resilient_parsing:  # true while a shell completes a word
             _warn_of_repeated(self.make_parser(ctx).parse_args(list(given))[2], given)
         return rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb; in the hint of its error SPEC and RUN become what the user typed."""
+        try:
+            return super().invoke(ctx)
+        except SurefootError as error:
+            typed = [ctx.params[each.name] for each in self.params if each.metavar in SUBJECTS]
+            if error.hint and typed and isinstance(typed[0], str | Path):
+                error.hint = fill(error.hint, Path(typed[0]))
+            raise
 
     def get_params(self, ctx: Any) -> list[Any]:
         return [_plain(each) for each in super().get_params(ctx)]
@@ -81,6 +96,19 @@ class LazyVerbs(UserDict[str, Any]):
         if isinstance(found, functools.partial):
             found = self.data[name] = found()
         return found
+
+
+def fill(hint: str, subject: Path) -> str:
+    """Return the hint with a spec or a run folder in place of SPEC and RUN in its commands.
+
+    >>> fill("try surefoot train SPEC --steps 3", Path("my spec.toml"))
+    "try surefoot train 'my spec.toml' --steps 3"
+    """
+    spec = subject / "spec.toml"
+    typed = {"SPEC": spec, "RUN": subject} if spec.exists() else {"SPEC": subject}
+    return re.sub(
+        rf"\b(?:{'|'.join(typed)})\b", lambda found: shlex.quote(str(typed[found[0]])), hint
+    )
 
 
 def warn_of_values(name: str, values: Sequence[str]) -> None:

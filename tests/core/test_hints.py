@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
+from surefoot.cli.help import fill
 from surefoot.cli.main import build_verbs
 from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import SpecError
@@ -208,6 +211,27 @@ def test_a_key_or_a_value_that_is_not_there_is_found() -> None:
         [*find_unknown_keys(Text("a:1", text)), *find_wrong_values(Text("a:1", text))]
         for text in sound
     ] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("subject", "filled"),
+    [
+        ("digits", "surefoot train digits; surefoot resume RUN --fork NEW"),
+        ("my task.py:Task", "surefoot train 'my task.py:Task'; surefoot resume RUN --fork NEW"),
+        (
+            "a run",
+            "surefoot train 'TMP/a run/spec.toml'; surefoot resume 'TMP/a run' --fork NEW",
+        ),
+    ],
+)
+def test_a_hint_names_the_spec_or_run_that_was_typed(
+    subject: str, filled: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "spec.toml").touch()
+    given = tmp_path / subject if subject == "a run" else Path(subject)
+    made = fill("surefoot train SPEC; surefoot resume RUN --fork NEW", given)
+    assert made.replace(str(tmp_path), "TMP") == filled
 
 
 def test_a_command_that_is_not_there_is_found() -> None:

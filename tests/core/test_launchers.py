@@ -151,7 +151,7 @@ def test_train_refuses_to_be_one_of_several_tasks_and_writes_nothing(
     done = train(tmp_path, SEVERAL["srun"][0], sys.executable, "-m", "surefoot", more=more)
     assert done.returncode == 2, done.stderr
     assert "srun started this command 2 times (SLURM_STEP_NUM_TASKS=2)" in done.stderr
-    assert "hint: srun --ntasks=1 surefoot train SPEC --ranks 2" in done.stderr
+    assert "hint: srun --ntasks=1 surefoot train digits --ranks 2" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
