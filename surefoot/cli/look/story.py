@@ -234,6 +234,9 @@ def _print_phases(past: Past) -> None:
 
 
 def _spread(spread: Spread | None) -> list[str]:
+    """Return the values of a spread as text; unknown for a phase that no recorded step had."""
+    if spread is not None and spread.max_s == 0:
+        spread = None
     return [format_seconds(getattr(spread, f"{name}_s", None)) for name in SPREAD]
 
 
