@@ -10,7 +10,8 @@ import pytest
 
 from surefoot.cli.look import why
 from surefoot.contract import events
-from surefoot.control.diagnose import find_goodput
+from surefoot.contract.runlock import LockOwner
+from surefoot.control.diagnose import find_goodput, find_health
 from surefoot.control.plan import advise_interval
 from tests.train.small import call
 
@@ -118,6 +119,27 @@ def test_the_parts_add_up_to_the_total_and_rework_is_what_the_kill_cost() -> Non
         ("finished", 0, 30),
     ]
     assert (found.num_failures, found.between_failures_s) == (1, 41.0)
+
+
+@pytest.mark.parametrize(
+    ("generation", "held", "outcome", "cause"),
+    [
+        (2, True, "running", "not yet: process 7 on "),
+        (2, False, "killed", "no end was recorded"),
+        (3, True, "killed", "no end was recorded"),  # an attempt that has no record yet
+    ],
+)
+def test_the_last_attempt_of_a_run_that_is_running_was_not_killed(
+    generation: int, held: bool, outcome: str, cause: str
+) -> None:
+    events = KILLED_ONCE[:-1]
+    owner = LockOwner(
+        is_held=held, generation=generation, process=7, host=None, boot=None, since_s=145.0
+    )
+    first, last = find_goodput(events, find_health(owner, events, now_s=171.0)).attempts
+    assert first.outcome == "killed"
+    assert last.outcome == outcome
+    assert last.cause.startswith(cause)
 
 
 def test_a_killed_attempt_came_as_far_as_any_record_shows_and_up_to_a_record_further() -> None:

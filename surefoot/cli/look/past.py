@@ -207,6 +207,7 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
     last_start = max(index for index, event in enumerate(every) if isinstance(event, Started))
     ends = [event for event in every[last_start:] if isinstance(event, Ended)]
     compared = [event for event in kept if isinstance(event, Memory)]
+    health = find_health(owner, every, stuck_after_s=stuck_after_s)
     return Past(
         folder=folder,
         started=starts[-1],
@@ -216,9 +217,9 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
         faults=tuple(event for event in kept if isinstance(event, Fault)),
         memory=compared[-1] if compared else None,
         ended=ends[-1] if ends else None,
-        goodput=find_goodput(every),
+        goodput=find_goodput(every, health),
         phases=find_phases(every),
-        health=find_health(owner, every, stuck_after_s=stuck_after_s),
+        health=health,
         began_s=starts[0].time_s,
         last_s=every[-1].time_s,
     )

@@ -49,7 +49,9 @@ def why(
     that would improve it and their effect, as measured or as predicted.
     """
     from surefoot.cli.look import past
-    from surefoot.control.diagnose import find_goodput, find_memory_use, find_waits
+    from surefoot.contract import runlock
+    from surefoot.contract.events import Started
+    from surefoot.control.diagnose import find_goodput, find_health, find_memory_use, find_waits
     from surefoot.control.plan import advise_interval
     from surefoot.control.report import read_measured, read_shape
 
@@ -60,8 +62,10 @@ def why(
             hint="give the memory that the run may use, as 8GiB",
         )
     elsewhere = [each for path in measured or [] for each in read_measured(path)]
+    owner = runlock.find_owner(run)  # before the records, which may grow meanwhile
     records, _ = past.read_records(run)
-    found = find_goodput(records)
+    has_started = any(isinstance(each, Started) for each in records)
+    found = find_goodput(records, find_health(owner, records) if has_started else None)
     memory = find_memory_use(
         records,
         limit_bytes=limit_bytes,

@@ -13,11 +13,12 @@ clock is available; where it was set back, the down time is unknown (None).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
 from surefoot.contract.events import PHASES, Committed, Ended, Evaluated, Event, Started, Step
+from surefoot.control.diagnose.health import DEAD, Health
 from surefoot.control.diagnose.phases import number_of, sum_phases
 
 KILLED = "killed"
@@ -33,8 +34,9 @@ SET_BACK = "n/a (the clock was set back)"
 class Attempt:
     """An attempt: its steps, how it ended and how many of its steps the next attempt repeated.
 
-    `outcome` is "killed" where the attempt recorded no end. A killed attempt may have done up to
-    `num_unrecorded` more steps than its last record shows, and the next attempt repeated them too.
+    An attempt that recorded no end is "killed", or, if it is the last one, in the state of the run
+    (running, stuck, unknown). It may have done up to `num_unrecorded` more steps than its last
+    record shows, and the next attempt repeated them too.
     """
 
     generation: int
@@ -98,10 +100,11 @@ class Goodput:
         )
 
 
-def find_goodput(events: Iterable[Event]) -> Goodput:
+def find_goodput(events: Iterable[Event], health: Health | None = None) -> Goodput:
     """Compute the goodput of a run from all its records, in the order written.
 
-    Pass the records of overruled steps too: they are the rework.
+    Pass the records of overruled steps too: they are the rework. `health` is the state of the run;
+    without it, an attempt that recorded no end is taken for killed.
     """
     groups: list[list[Event]] = []
     for event in events:
@@ -111,13 +114,18 @@ def find_goodput(events: Iterable[Event]) -> Goodput:
             groups[-1].append(event)
     nexts = [*(_first_step(group) for group in groups[1:]), None]
     accounts = [_account(group, after) for group, after in zip(groups, nexts, strict=True)]
-    attempts = tuple(_attempt(*each) for each in zip(groups, nexts, accounts, strict=True))
+    attempts = [_attempt(*each) for each in zip(groups, nexts, accounts, strict=True)]
+    if health is not None and attempts and health.state != DEAD:
+        last = attempts[-1]
+        # else the process that holds the lock is the next attempt, which has no record yet
+        if last.outcome == KILLED and health.began_s == last.began_s:
+            attempts[-1] = replace(last, outcome=health.state, cause=health.words)
     downs = [late.began_s - early.last_s for early, late in pairwise(attempts)]
     down_s = None if any(each < 0 for each in downs) else sum(downs)
     sums = {name: sum(each.get(name, 0.0) for each in accounts) for name in PARTS}
     saves = [event for group in groups for event in group if isinstance(event, Committed)]
     return Goodput(
-        attempts=attempts,
+        attempts=tuple(attempts),
         total_s=sum(sums.values()) + (down_s or 0.0),
         productive_s=sums["productive"],
         evaluate_s=sums["evaluate"],
