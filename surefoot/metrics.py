@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from surefoot.components.metrics.partial import (
+from surefoot.components.metrics import (
     BitsPerByte,
     FromTorchmetrics,
     Mean,

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from surefoot.components.precision import (
-    DtypeRecord,
-    LossScaler,
-    Watch,
-    compute_context,
-    count_lost,
-    was_clipped_first,
-)
+from surefoot.components.precision.instability import Watch, count_lost, was_clipped_first
+from surefoot.components.precision.policy import compute_context
+from surefoot.components.precision.record import DtypeRecord
+from surefoot.components.precision.scaler import LossScaler
 
 __all__ = [
     "DtypeRecord",

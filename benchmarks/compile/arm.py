@@ -26,7 +26,7 @@ from benchmarks.step_cost import watch as step_cost
 from benchmarks.step_cost.arms import idiomatic
 from benchmarks.step_cost.arms.surefoot_run import Costed
 from benchmarks.step_cost.models import CLIP, GPT, LEARNING_RATE, SEED, WORKLOADS, Batch, Workload
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

@@ -35,7 +35,7 @@ from benchmarks.step_cost.arms.surefoot_run import Costed
 from benchmarks.step_cost.models import CLIP, LEARNING_RATE, READ_EVERY, SEED, Workload, mean_loss
 from surefoot import Loss
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.core import place
 from surefoot.core.flight import Kind

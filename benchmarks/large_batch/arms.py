@@ -14,8 +14,10 @@ import torch
 from torch import nn
 
 from benchmarks.step_cost.models import WORKLOADS
-from surefoot.components import optim
 from surefoot.components.compiler.regions import compile_function
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import find_trained
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment
@@ -33,14 +35,14 @@ def make_update(name: str, model: nn.Module) -> Callable[[], object]:
     Norm, guard, clipping and update, or with `compiled` in the name all that as one graph.
     """
     kind, _, compiled = name.partition(" ")
-    built = optim.build(
-        OptimTable.model_validate({"name": kind, "lr": 1e-4}), optim.find_trained(model)
+    built = build_optimizer(
+        OptimTable.model_validate({"name": kind, "lr": 1e-4}), find_trained(model)
     )
-    guarded = optim.GuardedUpdate(built.optimizers, clip=CLIP)
+    guarded = GuardedUpdate(built.optimizers, clip=CLIP)
     return _compile(kind, guarded) if compiled else guarded.step_if_finite
 
 
-def _compile(kind: str, guarded: optim.GuardedUpdate) -> Callable[[], object]:
+def _compile(kind: str, guarded: GuardedUpdate) -> Callable[[], object]:
     """The end of a step that is one graph, by itself.
 
     In a run it is a part of the graph of the whole step.

@@ -21,7 +21,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.step_cost.models import GPT
 from surefoot import linear_cross_entropy, recompute
-from surefoot.components import optim
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import find_trained
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable
 from surefoot.trial import write_report
 
@@ -86,16 +88,16 @@ def make_deep(way: str, size: Size) -> Step:
     return step
 
 
-def make_update(state: str) -> optim.GuardedUpdate:
+def make_update(state: str) -> GuardedUpdate:
     """The guarded update of AdamW over the weights of that GPT, whose gradients are there."""
     torch.manual_seed(0)
     model = DEEP.model()
     for parameter in model.parameters():
         parameter.grad = 1e-3 * torch.randn(parameter.shape)
-    built = optim.build(
-        OptimTable.model_validate({"lr": 1e-4, "state": state}), optim.find_trained(model)
+    built = build_optimizer(
+        OptimTable.model_validate({"lr": 1e-4, "state": state}), find_trained(model)
     )
-    return optim.GuardedUpdate(built.optimizers, clip=1.0)
+    return GuardedUpdate(built.optimizers, clip=1.0)
 
 
 ARMS: dict[str, Callable[[], Step]] = {

@@ -25,7 +25,7 @@ from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.data.tars.decoders import decode_class, decode_jpeg
 from surefoot.components.data.tars.shards import find_shards, read_shard
 from surefoot.components.data.transforms.moving import mirror, reflect_pad, translate
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError, TaskError
 from surefoot.core.place import cache_folder, whole_path

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from surefoot.components.data.sources.packed import Packed
 from surefoot.components.data.sources.tokens import Tokens
-from surefoot.components.metrics.partial import Mean, bits_per_byte
+from surefoot.components.metrics import Mean, bits_per_byte
 from surefoot.contract.task import Guarantee, Loss
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.tokens import Tokens
-from surefoot.components.metrics.partial import Mean, perplexity
+from surefoot.components.metrics import Mean, perplexity
 from surefoot.contract.task import Loss
 from surefoot.core.errors import DataError
 from surefoot.core.place import whole_path

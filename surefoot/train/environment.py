@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from surefoot.components.compiler import unloaded
-from surefoot.components.precision import set_products
+from surefoot.components.precision.policy import set_products
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec

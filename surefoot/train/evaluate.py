@@ -19,8 +19,8 @@ from surefoot.components.data.feed import WHOLE, Share, to_device
 from surefoot.components.data.loader.jobs import look
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.iterated import Iterated, copy_of
-from surefoot.components.metrics.partial import Better
-from surefoot.components.precision import Compute, compute_context
+from surefoot.components.metrics import Better
+from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError

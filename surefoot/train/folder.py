@@ -20,7 +20,6 @@ from surefoot.contract.runlock import RunLock, describe_missing_lock, is_held
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
 from surefoot.train import environment
-from surefoot.train.resume import changes
 from surefoot.train.resume.program import Program, tell_versions
 
 SPEC_FILE = spec_file.FILE
@@ -160,6 +159,8 @@ def _chosen(
     past = [event for event in records if isinstance(event, Started | Ended)]
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
+        from surefoot.train.resume import changes
+
         raise changes.other_spec(wanted, started[-1], spec_id, spec)
     ended = past[-1] if past and isinstance(past[-1], Ended) else None
     done = (

@@ -21,7 +21,7 @@ from surefoot.components.checkpoint.load import check_fit
 from surefoot.components.checkpoint.tensor_files import lay_out
 from surefoot.components.memory.caches import without_caches
 from surefoot.components.observe.console import Console
-from surefoot.components.precision import Compute, compute_context
+from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract import events, spec_file
 from surefoot.contract.commits import DRAFT
 from surefoot.contract.events import Started

@@ -23,7 +23,7 @@ from surefoot.core.errors import EXIT_OK, InputError, RunFolderError, StorageErr
 from surefoot.core.process.forked import OwningProcess
 from surefoot.train import environment, folder
 from surefoot.train.evaluate import Evaluation
-from surefoot.train.failure import blame, causes
+from surefoot.train.failure import blame
 from surefoot.train.failure.ending import WHOLE, StopRequests
 from surefoot.train.failure.script_exit import script
 from surefoot.train.folder import RunFolderRequest, anchor
@@ -311,7 +311,7 @@ class Run:
             )
             self._telling.judge(summary.step)
             self._telling.console.step(summary)
-        causes.raise_if_over(self._guard, self.assembly, summary.step)
+        blame.raise_if_over(self._guard, self.assembly, summary.step)
 
     @property
     def folder(self) -> Path:

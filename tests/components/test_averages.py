@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from surefoot.components import optim
+from surefoot.components.optim.average import WeightAverage
 from surefoot.core.errors import RunFolderError
 from tests.components.test_optim import gradients_of, network
 
@@ -33,12 +33,12 @@ def test_without_the_ramp_the_averages_are_those_of_averaged_model(
 ) -> None:
     model = network()
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
-    ours: list[optim.WeightAverage] = []
+    ours: list[WeightAverage] = []
 
     def after(step: int) -> None:
         if step == 0:  # torch's copies the weights at its first update
             ours.append(
-                optim.WeightAverage(
+                WeightAverage(
                     model.parameters(),
                     0.9,
                     ramp=False,
@@ -67,8 +67,8 @@ def test_without_the_ramp_the_averages_are_those_of_averaged_model(
 def test_averages_that_were_saved_and_loaded_continue_with_the_same_bits(
     ramp: bool, with_buffers: bool
 ) -> None:
-    def make(model: nn.Module) -> optim.WeightAverage:
-        return optim.WeightAverage(
+    def make(model: nn.Module) -> WeightAverage:
+        return WeightAverage(
             model.parameters(), 0.9, ramp=ramp, buffers=model.buffers() if with_buffers else ()
         )
 
@@ -84,7 +84,7 @@ def test_averages_that_were_saved_and_loaded_continue_with_the_same_bits(
     assert second.num_updates == 4
     train(parted, range(4, 8), lambda step: second.update())
 
-    def every(given: optim.WeightAverage) -> list[Tensor]:
+    def every(given: WeightAverage) -> list[Tensor]:
         return [*given.averages, *given.buffer_averages]
 
     assert all(
@@ -95,7 +95,7 @@ def test_averages_that_were_saved_and_loaded_continue_with_the_same_bits(
 @pytest.mark.parametrize("applied", [False, torch.tensor(False)])
 def test_a_step_that_was_skipped_moves_no_average(applied: bool | Tensor) -> None:
     model = network()
-    average = optim.WeightAverage(model.parameters(), 0.5, ramp=False, buffers=model.buffers())
+    average = WeightAverage(model.parameters(), 0.5, ramp=False, buffers=model.buffers())
     before = [each.clone() for each in (*average.averages, *average.buffer_averages)]
     train(model, range(2), lambda step: average.update(applied))
     assert all(map(torch.equal, before, (*average.averages, *average.buffer_averages)))
@@ -104,8 +104,8 @@ def test_a_step_that_was_skipped_moves_no_average(applied: bool | Tensor) -> Non
 
 def test_averages_of_other_parameters_are_refused_and_nothing_is_loaded() -> None:
     average, other = (
-        optim.WeightAverage(network().parameters(), 0.9),
-        optim.WeightAverage([torch.ones(3)], 0.9),
+        WeightAverage(network().parameters(), 0.9),
+        WeightAverage([torch.ones(3)], 0.9),
     )
     before = [each.clone() for each in average.averages]
     with pytest.raises(RunFolderError, match="of 1 parameters, with shapes"):

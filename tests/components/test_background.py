@@ -13,7 +13,7 @@ from surefoot.components.checkpoint.background import Saver
 from surefoot.components.checkpoint.save import Content
 from surefoot.contract.manifest import Manifest
 from surefoot.core.errors import StorageError
-from surefoot.runtime.staging.copies import Staging
+from surefoot.runtime.staging import Staging
 
 
 class Refusing(Mapping[str, Any]):

@@ -24,7 +24,7 @@ from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.order import Keys
 from surefoot.components.data.tars.source import Tars
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Source
 from surefoot.core.errors import BadRecordError

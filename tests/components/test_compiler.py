@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surefoot.components.compiler.regions import compile_regions
 from surefoot.components.compiler.steward import Steward
-from surefoot.components.precision import keep_in_fp32
+from surefoot.components.precision.keep import keep_in_fp32
 from surefoot.core.errors import InputError, TaskError
 
 

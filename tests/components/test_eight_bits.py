@@ -18,8 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from surefoot.components import optim
+from surefoot.components.optim.build import Built
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import find_trained
 from surefoot.components.optim.kinds import eight_bits
+from surefoot.components.optim.kinds.eight_bits import Adam8bit
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.events import Dtypes, Started
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.core.errors import InputError, MissingExtra, SpecError
@@ -64,10 +68,10 @@ def gradients_of(model: nn.Module, step: int) -> None:
     ).backward()
 
 
-def made(model: nn.Module, **more: Any) -> optim.Built:
-    return optim.build(
+def made(model: nn.Module, **more: Any) -> Built:
+    return build_optimizer(
         OptimTable.model_validate({"lr": 0.01, "weight_decay": 0.1, **STATE, **more}),
-        optim.find_trained(model),
+        find_trained(model),
     )
 
 
@@ -81,7 +85,7 @@ def test_the_update_is_torchaos_own_bit_for_bit_in_whole_and_in_pieces(
     for piece in (1 << 18, 1024):
         monkeypatch.setattr(eight_bits, "PIECE", piece)
         ours, theirs = network(), network()
-        mine = optim.Adam8bit(
+        mine = Adam8bit(
             [ours[0].weight, ours[2].weight], lr=0.01, weight_decay=0.1, decoupled=name == "adamw"
         )
         other = kind([theirs[0].weight, theirs[2].weight], lr=0.01, weight_decay=0.1)
@@ -103,7 +107,7 @@ def test_the_state_takes_a_quarter_of_the_bytes_and_what_stays_wide_is_told() ->
     model = network()
     built = made(model)
     narrow, wide = built.optimizers
-    guarded = optim.GuardedUpdate(built.optimizers)
+    guarded = GuardedUpdate(built.optimizers)
     gradients_of(model, 0)
     assert guarded.step_if_finite()[1]
     numbers = model[0].weight.numel() + model[2].weight.numel()
@@ -156,7 +160,7 @@ def test_the_guard_divides_clips_schedules_and_skips_alike_on_host_and_device(
     by_hand(expected, [1, 2, 4, 5], clip, clip_value)
     for on_device in (False, True):
         model = network()
-        guarded = optim.GuardedUpdate(
+        guarded = GuardedUpdate(
             made(model, lr_multipliers={"2.*": 0.5}).optimizers,
             clip=clip,
             clip_value=clip_value,
@@ -192,8 +196,7 @@ def test_a_plain_loop_resumes_exactly_from_a_state_dict_and_filters_may_be_chann
     whole, parts = network(), network()
     last = network().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     one, two, three = (
-        optim.Adam8bit([model[0].weight, model[2].weight], lr=0.01)
-        for model in (whole, parts, last)
+        Adam8bit([model[0].weight, model[2].weight], lr=0.01) for model in (whole, parts, last)
     )
     for step in range(6):
         for model in (whole, parts, last):
@@ -202,7 +205,7 @@ def test_a_plain_loop_resumes_exactly_from_a_state_dict_and_filters_may_be_chann
             mine.grad.copy_(same.grad)  # type: ignore[union-attr, arg-type]
         if step == 3:
             saved = copy.deepcopy(two.state_dict())
-            two = optim.Adam8bit([parts[0].weight, parts[2].weight], lr=0.01)
+            two = Adam8bit([parts[0].weight, parts[2].weight], lr=0.01)
             two.load_state_dict(saved)
         for optimizer in (one, two, three):
             optimizer.step()
@@ -371,4 +374,4 @@ def test_a_parameter_that_does_not_fit_is_refused_by_the_optimizer(
     weight: torch.Tensor, reason: str
 ) -> None:
     with pytest.raises(SpecError, match=reason):
-        optim.Adam8bit([torch.nn.Parameter(weight)])
+        Adam8bit([torch.nn.Parameter(weight)])

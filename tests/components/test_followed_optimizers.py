@@ -15,7 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim import lr_scheduler as schedulers
 
-from surefoot.components import optim
+from surefoot.components.optim.in_backward import UpdateInBackward
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import SpecError
 from tests.components.test_optim import gradients_of, network
 
@@ -24,15 +26,15 @@ MAKERS: dict[str, Callable[[Any], Optimizer]] = {
     "fused adam": lambda params: torch.optim.Adam(params, lr=0.01, fused=True),
     "fused adamw": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
-    "lars": lambda params: optim.Lars(params, lr=0.5),
-    "lamb": lambda params: optim.Lamb(params, lr=0.02),
+    "lars": lambda params: Lars(params, lr=0.5),
+    "lamb": lambda params: Lamb(params, lr=0.02),
 }
 each_maker = pytest.mark.parametrize("name", MAKERS)
 
 
-def step(model: nn.Module, number: int, update: optim.GuardedUpdate | Optimizer) -> None:
+def step(model: nn.Module, number: int, update: GuardedUpdate | Optimizer) -> None:
     gradients_of(model, number)
-    update.step_if_finite() if isinstance(update, optim.GuardedUpdate) else update.step()
+    update.step_if_finite() if isinstance(update, GuardedUpdate) else update.step()
 
 
 def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
@@ -56,7 +58,7 @@ def test_a_state_that_is_loaded_after_the_update_was_built_is_used(
     ours, saved = trained(name)
     theirs = copy.deepcopy(ours)
     optimizer, plain = MAKERS[name](ours.parameters()), MAKERS[name](theirs.parameters())
-    update = optim.GuardedUpdate([optimizer], curve=(lambda done: 1.0) if has_curve else None)
+    update = GuardedUpdate([optimizer], curve=(lambda done: 1.0) if has_curve else None)
     optimizer.load_state_dict(copy.deepcopy(saved))
     plain.load_state_dict(copy.deepcopy(saved))
     for number in range(5, 8):
@@ -77,7 +79,7 @@ def test_a_state_that_is_loaded_between_two_steps_is_used(name: str) -> None:
     ours, saved = trained(name)
     theirs = copy.deepcopy(ours)
     optimizer, plain = MAKERS[name](ours.parameters()), MAKERS[name](theirs.parameters())
-    update = optim.GuardedUpdate([optimizer])
+    update = GuardedUpdate([optimizer])
     for number in range(4):
         if number == 2:
             optimizer.load_state_dict(copy.deepcopy(saved))
@@ -91,7 +93,7 @@ def test_a_state_that_is_loaded_between_two_steps_is_used(name: str) -> None:
 def test_a_group_that_is_added_is_trained_and_its_gradients_are_cleared(name: str) -> None:
     ours, theirs = network(), network()
     optimizer, plain = MAKERS[name](ours[:4].parameters()), MAKERS[name](theirs[:4].parameters())
-    update = optim.GuardedUpdate([optimizer])
+    update = GuardedUpdate([optimizer])
     for number in range(4):
         if number == 2:
             optimizer.add_param_group({"params": list(ours[4:].parameters()), "lr": 0.05})
@@ -127,7 +129,7 @@ def test_a_learning_rate_that_a_scheduler_of_torch_sets_is_used(
     ours, theirs = network(), network()
     optimizer, plain = MAKERS[name](ours.parameters()), MAKERS[name](theirs.parameters())
     early = SCHEDULERS[schedule](optimizer) if is_first else None
-    update = optim.GuardedUpdate([optimizer])
+    update = GuardedUpdate([optimizer])
     both = [early or SCHEDULERS[schedule](optimizer), SCHEDULERS[schedule](plain)]
     for number in range(6):
         step(ours, number, update)
@@ -144,7 +146,7 @@ def test_two_that_decide_a_learning_rate_are_refused(of_groups: dict[str, Any]) 
     optimizer = torch.optim.SGD(
         [{"params": list(model.parameters()), **of_groups}], lr=0.1, fused=True
     )
-    update = optim.GuardedUpdate([optimizer], curve=None if of_groups else lambda done: 1.0)
+    update = GuardedUpdate([optimizer], curve=None if of_groups else lambda done: 1.0)
     step(model, 0, update)
     optimizer.param_groups[0]["lr"] *= 0.1
     with pytest.raises(SpecError, match="was set to") as refused:
@@ -156,7 +158,7 @@ def test_two_that_decide_a_learning_rate_are_refused(of_groups: dict[str, Any]) 
 def test_a_multiplier_of_a_group_stays_when_a_state_is_loaded(name: str) -> None:
     ours, theirs = network(), network()
     optimizer = MAKERS[name]([{"params": list(ours.parameters()), "rate": 0.5}])
-    update = optim.GuardedUpdate([optimizer])
+    update = GuardedUpdate([optimizer])
     plain = MAKERS[name](theirs.parameters())
     plain.param_groups[0]["lr"] *= 0.5
     for number in range(4):
@@ -171,7 +173,7 @@ def test_a_multiplier_of_a_group_stays_when_a_state_is_loaded(name: str) -> None
 def test_an_update_inside_the_backward_pass_moves_a_group_that_is_added() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model[:4].parameters(), fused=True)
-    inside = optim.UpdateInBackward(optim.GuardedUpdate([optimizer]))
+    inside = UpdateInBackward(GuardedUpdate([optimizer]))
     optimizer.add_param_group({"params": list(model[4:].parameters())})
     before = model[6].weight.detach().clone()
     inside.step(lambda: model(torch.randn(4, 1, 8, 8)).square().sum().backward())
@@ -182,7 +184,7 @@ def test_an_update_inside_the_backward_pass_moves_a_group_that_is_added() -> Non
 def test_a_tensor_of_the_state_that_is_replaced_is_used() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-    update = optim.GuardedUpdate([optimizer])
+    update = GuardedUpdate([optimizer])
     step(model, 0, update)
     weight = model[6].weight
     optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight, 5.0)

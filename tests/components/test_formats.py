@@ -15,21 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surefoot.components.optim import GuardedUpdate, master_of, publish, store_narrow
-from surefoot.components.precision import (
-    LossScaler,
+from surefoot.components.optim.masters import publish, store_narrow
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.components.precision.formats import find_formats, round_to_tf32
+from surefoot.components.precision.instability import (
     Watch,
     advise_scale,
-    compute_context,
     count_lost,
-    find_formats,
-    keep_in_fp32,
-    round_to_tf32,
     total,
     was_clipped_first,
 )
+from surefoot.components.precision.keep import keep_in_fp32
+from surefoot.components.precision.policy import compute_context
+from surefoot.components.precision.scaler import LossScaler
+from surefoot.contract.state import master_of
 from surefoot.core.errors import NumbersError
-from surefoot.train.failure.causes import find_overflow
+from surefoot.train.failure.blame import find_overflow
 from surefoot.train.run import Run
 from tests.train.small import Small, call, spec, write_task
 

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot import Run, RunSpec
-from surefoot.components.optim import GuardedUpdate, UpdateInBackward
+from surefoot.components.optim.in_backward import UpdateInBackward
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import InputError, NumbersError, SpecError
 from tests.train import small
 

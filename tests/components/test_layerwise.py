@@ -14,17 +14,20 @@ import pytest
 import torch
 from torch import nn
 
-from surefoot.components import optim
 from surefoot.components.optim import saving
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import find_trained
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable
 from surefoot.core.errors import RenamedKeyWarning, SpecError, TaskError
 from tests.components.test_optim import STEPS, gradients_of, network
 
 KINDS: dict[str, Callable[..., Any]] = {
-    "lars": lambda p, **how: optim.Lars(
+    "lars": lambda p, **how: Lars(
         p, lr=0.5, momentum=0.9, weight_decay=0.01, trust_coefficient=0.02, **how
     ),
-    "lamb": lambda p, **how: optim.Lamb(
+    "lamb": lambda p, **how: Lamb(
         p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.01, **how
     ),
 }
@@ -82,12 +85,12 @@ def test_the_weights_after_many_steps_equal_those_of_the_papers_formulas_in_nump
 def test_a_step_of_lars_and_of_lamb_done_by_hand() -> None:
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))  # |w| = 5
     weight.grad = torch.tensor([0.0, 2.0])  # |g| = 2
-    optim.Lars([weight], lr=0.1, momentum=0.9, weight_decay=0.1, trust_coefficient=0.5).step()
+    Lars([weight], lr=0.1, momentum=0.9, weight_decay=0.1, trust_coefficient=0.5).step()
     # r = 0.5 * 5 / (2 + 0.1 * 5) = 1; v = 0.1 * (g + 0.1 w) = (0.03, 0.24)
     torch.testing.assert_close(weight.detach(), torch.tensor([2.97, 3.76]), rtol=0, atol=1e-6)
     weight = nn.Parameter(torch.tensor([3.0, 4.0]))
     weight.grad = torch.tensor([0.5, -2.0])
-    optim.Lamb([weight], lr=0.1, eps=1e-12, weight_decay=0.0).step()
+    Lamb([weight], lr=0.1, eps=1e-12, weight_decay=0.0).step()
     # the first direction of Adam is the sign, (1, -1), whose norm is sqrt(2)
     torch.testing.assert_close(
         weight.detach(), torch.tensor([3 - 0.5 / 2**0.5, 4 + 0.5 / 2**0.5]), rtol=0, atol=1e-6
@@ -99,10 +102,10 @@ def test_where_a_norm_is_zero_the_ratio_is_one(name: str) -> None:
     of_nothing, at_rest = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))
     of_nothing.grad, at_rest.grad = torch.full((4,), 2.0), torch.zeros(4)
     if name == "lars":
-        optim.Lars([of_nothing, at_rest], lr=0.5, weight_decay=0.1).step()
+        Lars([of_nothing, at_rest], lr=0.5, weight_decay=0.1).step()
         expected = (-1.0, 1 - 0.5 * 0.1)
     else:
-        optim.Lamb([of_nothing, at_rest], lr=0.5, weight_decay=0.0).step()
+        Lamb([of_nothing, at_rest], lr=0.5, weight_decay=0.0).step()
         expected = (-0.5, 1.0)
     assert of_nothing.tolist() == pytest.approx([expected[0]] * 4, rel=1e-5)
     assert at_rest.tolist() == pytest.approx([expected[1]] * 4)
@@ -123,7 +126,7 @@ def test_weights_in_float64_are_divided_clipped_and_moved_in_float64(
         for dtype in dtypes
     ]
     start = [weight.detach().double().numpy().copy() for weight in weights]
-    guarded, gradients = optim.GuardedUpdate([KINDS[name](weights, fused=True)], clip=0.1), []
+    guarded, gradients = GuardedUpdate([KINDS[name](weights, fused=True)], clip=0.1), []
     for _ in range(4):
         for weight in weights:
             weight.grad = torch.randn(6, 5, generator=draws, dtype=torch.float64).to(weight.dtype)
@@ -147,7 +150,7 @@ def test_biases_norms_and_embeddings_move_at_the_rate_of_all(name: str) -> None:
             "head": nn.Linear(4, 5),
         }
     )
-    built = optim.build(OptimTable.model_validate({"name": name}), optim.find_trained(model))
+    built = build_optimizer(OptimTable.model_validate({"name": name}), find_trained(model))
     adapts = {
         name: group["adapt"]
         for each in built.optimizers
@@ -170,7 +173,7 @@ def test_biases_norms_and_embeddings_move_at_the_rate_of_all(name: str) -> None:
 def test_the_guarded_update_divides_clips_and_skips_as_by_hand(name: str) -> None:
     for is_fused in (True, False):
         ours, theirs = network(), network()
-        guarded = optim.GuardedUpdate([KINDS[name](ours.parameters(), fused=is_fused)], clip=0.05)
+        guarded = GuardedUpdate([KINDS[name](ours.parameters(), fused=is_fused)], clip=0.05)
         optimizer = KINDS[name](theirs.parameters(), fused=is_fused)
         for step in range(STEPS):
             gradients_of(ours, step)
@@ -194,7 +197,7 @@ def test_on_an_asynchronous_device_a_step_that_is_not_finite_moves_nothing(name:
     for on_device in (False, True):
         model = network()
         made = KINDS[name](model.parameters())
-        guarded = optim.GuardedUpdate(
+        guarded = GuardedUpdate(
             [made],
             clip=0.05,
             curve=lambda step: 1 / (1 + step),
@@ -248,7 +251,7 @@ def test_a_state_dict_goes_on_exactly_and_a_parameter_may_be_without_a_gradient(
     )
     for is_fused in (True, False):
         made = KINDS[name](whole.parameters(), fused=is_fused)
-        assert optim.GuardedUpdate([made], total_steps=1, on_device=True).on_device is is_fused
+        assert GuardedUpdate([made], total_steps=1, on_device=True).on_device is is_fused
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -268,15 +271,15 @@ def test_complex_weights_are_moved_as_their_real_and_imaginary_parts(name: str) 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        (optim.Lars, {"lr": -1.0}),
-        (optim.Lars, {"lr": float("nan")}),
-        (optim.Lars, {"weight_decay": -1.0}),
-        (optim.Lars, {"trust_coefficient": 0.0}),
-        (optim.Lars, {"momentum": 1.0}),
-        (optim.Lamb, {"lr": "fast"}),
-        (optim.Lamb, {"betas": (1.0, 0.9)}),
-        (optim.Lamb, {"betas": (0.9, -0.1)}),
-        (optim.Lamb, {"eps": -1e-6}),
+        (Lars, {"lr": -1.0}),
+        (Lars, {"lr": float("nan")}),
+        (Lars, {"weight_decay": -1.0}),
+        (Lars, {"trust_coefficient": 0.0}),
+        (Lars, {"momentum": 1.0}),
+        (Lamb, {"lr": "fast"}),
+        (Lamb, {"betas": (1.0, 0.9)}),
+        (Lamb, {"betas": (0.9, -0.1)}),
+        (Lamb, {"eps": -1e-6}),
     ],
 )
 def test_settings_that_would_not_bring_weights_down_are_refused(
@@ -304,12 +307,12 @@ def test_settings_that_would_not_bring_weights_down_are_refused(
 def test_limits_that_are_none_are_refused_when_an_update_is_built(limits: dict[str, Any]) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     with pytest.raises(SpecError, match=rf"^{next(iter(limits))} is "):
-        optim.GuardedUpdate([torch.optim.SGD([weight], lr=0.1)], **limits)
+        GuardedUpdate([torch.optim.SGD([weight], lr=0.1)], **limits)
 
 
 def test_gradients_times_nothing_are_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    update = optim.GuardedUpdate([torch.optim.SGD([weight], lr=0.1)])
+    update = GuardedUpdate([torch.optim.SGD([weight], lr=0.1)])
     weight.sum().backward()
     for factor in (0.0, -1.0):
         with pytest.raises(SpecError, match=f"multiplied by {factor}"):
@@ -319,7 +322,7 @@ def test_gradients_times_nothing_are_refused() -> None:
 
 def test_a_gradient_that_is_sparse_is_named() -> None:
     table = nn.Embedding(4, 2, sparse=True)
-    update = optim.GuardedUpdate([torch.optim.SGD(table.parameters(), lr=0.1, fused=True)])
+    update = GuardedUpdate([torch.optim.SGD(table.parameters(), lr=0.1, fused=True)])
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TaskError, match="a gradient is sparse"):
         update.step_if_finite()
@@ -332,23 +335,23 @@ def test_the_previous_name_of_the_trust_coefficient_is_read_with_a_warning() -> 
         ([{"params": [weight], "trust": 0.02}], {}),
     ):
         with pytest.warns(RenamedKeyWarning, match="trust of Lars is now trust_coefficient"):
-            old = optim.Lars(settings[0], **settings[1])
+            old = Lars(settings[0], **settings[1])
         assert old.param_groups[0]["trust_coefficient"] == 0.02
         assert "trust" not in old.param_groups[0]
 
 
 def test_states_that_the_previous_release_saved_are_restored() -> None:
     weight = torch.nn.Parameter(torch.ones(2, 2))
-    saved = optim.Lars([weight], trust_coefficient=0.02).state_dict()
+    saved = Lars([weight], trust_coefficient=0.02).state_dict()
     (group,) = saved["param_groups"]
     group["trust"] = group.pop("trust_coefficient")
-    optimizer = optim.Lars([weight])
+    optimizer = Lars([weight])
     optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["trust_coefficient"] == 0.02
     assert "trust" not in optimizer.param_groups[0]
     named = {id(weight): "weight"}
     kept = saving.state_of(optimizer, [weight], named)
     kept["groups"][0]["trust"] = kept["groups"][0].pop("trust_coefficient")
-    other = optim.Lars([weight])
+    other = Lars([weight])
     saving.restore(other, kept, [weight], named)
     assert other.param_groups[0] == optimizer.param_groups[0]

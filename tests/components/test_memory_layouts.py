@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components import optim
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import find_trained
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable
 from surefoot.core.errors import TaskError
 
@@ -63,11 +65,11 @@ def train(
     with torch.no_grad():
         for each in model.first.parameters():
             each.fill_(0.5)
-    built = optim.build(
+    built = build_optimizer(
         OptimTable.model_validate({"lr": 0.05, "weight_decay": 0.01, **table}),
-        optim.find_trained(model),
+        find_trained(model),
     )
-    guarded = optim.GuardedUpdate(built.optimizers, clip=5.0)
+    guarded = GuardedUpdate(built.optimizers, clip=5.0)
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(step)
         for each in model.parameters():
@@ -117,9 +119,9 @@ def test_a_parameter_whose_elements_share_memory_is_refused_as_torch_refuses_it(
     model = nn.Module()
     model.wide = expanded
     with pytest.raises(TaskError, match="the parameter wide is expanded"):
-        optim.find_trained(model)
+        find_trained(model)
     model.wide = nn.Parameter(expanded.detach().clone())  # as the hint says
-    assert [each.name for each in optim.find_trained(model)] == ["wide"]
+    assert [each.name for each in find_trained(model)] == ["wide"]
 
 
 def test_what_lies_beside_a_slice_stays_as_it_is() -> None:

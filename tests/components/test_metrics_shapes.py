@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from surefoot.components.metrics.partial import accuracy, top_k
+from surefoot.components.metrics import accuracy, top_k
 from surefoot.core.errors import TaskError
 
 REFUSED = {

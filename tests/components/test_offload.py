@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from surefoot.components.memory import offload
 from surefoot.components.memory.offload import Offloaded
-from surefoot.components.optim import master_of
+from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.run import Run, drive

@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from surefoot.components import optim
 from surefoot.components.optim import fused
-from surefoot.components.optim.kinds.muon import as_matrix
+from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import build_groups, check_cover, find_trained, freeze
+from surefoot.components.optim.kinds.muon import FlatMuon, as_matrix
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable
 from surefoot.core.errors import SpecError, TaskError
 
@@ -56,7 +59,7 @@ MAKERS = {
 def test_a_model_in_float64_is_divided_and_clipped_in_float64(name: str) -> None:
     """torch's kernels take what they divide by in 32 bits."""
     ours, theirs = network().double(), network().double()
-    guarded = optim.GuardedUpdate([MAKERS[name](ours.parameters(), {"fused": True})], clip=0.05)
+    guarded = GuardedUpdate([MAKERS[name](ours.parameters(), {"fused": True})], clip=0.05)
     reference = MAKERS[name](theirs.parameters(), {"foreach": False, "fused": False})
     for step in range(STEPS):
         gradients_of(ours, step)
@@ -77,7 +80,7 @@ def test_the_direct_update_equals_torchs_own_step_after_its_own_clipping(
     name: str, clip: float
 ) -> None:
     ours, theirs = network(), network()
-    guarded = optim.GuardedUpdate([MAKERS[name](ours.parameters(), {"fused": True})], clip=clip)
+    guarded = GuardedUpdate([MAKERS[name](ours.parameters(), {"fused": True})], clip=clip)
     reference = MAKERS[name](theirs.parameters(), {"foreach": False, "fused": False})
     for step in range(STEPS):
         gradients_of(ours, step)
@@ -97,9 +100,9 @@ def test_an_update_that_is_not_fused_is_torchs_own_and_gives_the_same_weights(na
     for is_fused in (True, False):
         model = network()
         table = OptimTable.model_validate({"name": name, "lr": 0.01, "fused": is_fused})
-        built = optim.build(table, optim.find_trained(model))
+        built = build_optimizer(table, find_trained(model))
         assert any(fused.supports(each) for each in built.optimizers) is is_fused
-        guarded = optim.GuardedUpdate(built.optimizers, clip=0.05)
+        guarded = GuardedUpdate(built.optimizers, clip=0.05)
         for step in range(STEPS):
             gradients_of(model, step)
             guarded.step_if_finite()
@@ -117,7 +120,7 @@ def test_without_the_private_kernels_the_public_step_gives_the_same(
         if is_public:
             monkeypatch.delattr(torch, "_fused_adamw_")
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=not is_public)
-        guarded = optim.GuardedUpdate([optimizer], clip=0.05)
+        guarded = GuardedUpdate([optimizer], clip=0.05)
         assert fused.supports(optimizer) is not is_public
         for step in range(STEPS):
             gradients_of(model, step)
@@ -130,8 +133,8 @@ def test_without_the_private_kernels_the_public_step_gives_the_same(
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_skipped_step_moves_nothing_even_when_it_is_the_first(name: str) -> None:
     skipping, clean = network(), network()
-    ours = optim.GuardedUpdate([MAKERS[name](skipping.parameters(), {"fused": True})])
-    other = optim.GuardedUpdate([MAKERS[name](clean.parameters(), {"fused": True})])
+    ours = GuardedUpdate([MAKERS[name](skipping.parameters(), {"fused": True})])
+    other = GuardedUpdate([MAKERS[name](clean.parameters(), {"fused": True})])
     for step in range(STEPS):
         if step in (0, 5):
             gradients_of(skipping, 99)
@@ -155,7 +158,7 @@ def test_on_an_asynchronous_device_the_same_decisions_are_taken_without_the_host
     results = []
     for on_device in (False, True):
         model = network()
-        guarded = optim.GuardedUpdate(
+        guarded = GuardedUpdate(
             [MAKERS["adamw"](model.parameters(), {"fused": True})],
             clip=0.05,
             curve=lambda step: 1 / (1 + step),
@@ -184,7 +187,7 @@ def test_on_an_asynchronous_device_the_same_decisions_are_taken_without_the_host
 
 def test_clipping_by_value_holds_every_element_and_equals_torchs() -> None:
     ours, theirs = network(), network()
-    guarded = optim.GuardedUpdate(
+    guarded = GuardedUpdate(
         [torch.optim.SGD(ours.parameters(), lr=1.0, fused=True)], clip_value=1e-3
     )
     gradients_of(ours, 1)
@@ -198,7 +201,7 @@ def test_clipping_by_value_holds_every_element_and_equals_torchs() -> None:
 
 def test_a_parameter_without_a_gradient_for_a_while_counts_its_own_steps() -> None:
     ours, theirs = network(), network()
-    guarded = optim.GuardedUpdate([torch.optim.AdamW(ours.parameters(), lr=0.01, fused=True)])
+    guarded = GuardedUpdate([torch.optim.AdamW(ours.parameters(), lr=0.01, fused=True)])
     reference = torch.optim.AdamW(theirs.parameters(), lr=0.01)
     for step in range(STEPS):
         for model in (ours, theirs):
@@ -212,9 +215,9 @@ def test_a_parameter_without_a_gradient_for_a_while_counts_its_own_steps() -> No
 
 def test_muon_takes_filters_and_hidden_matrices_and_leaves_the_rest_to_adamw() -> None:
     model = network()
-    built = optim.build(OptimTable(name="muon", lr=0.01), optim.find_trained(model))
+    built = build_optimizer(OptimTable(name="muon", lr=0.01), find_trained(model))
     muon, adamw = built.optimizers
-    assert isinstance(muon, optim.FlatMuon)
+    assert isinstance(muon, FlatMuon)
     assert {tuple(p.shape) for group in muon.param_groups for p in group["params"]} == {
         (4, 1, 3, 3),
         (8, 144),
@@ -230,9 +233,7 @@ def test_muon_on_a_filter_equals_muon_on_the_same_matrix(
     torch.manual_seed(0)
     filters = nn.Parameter(torch.randn(6, 5, 3, 3).to(memory_format=memory_format))
     matrix = nn.Parameter(as_matrix(filters.detach()).clone())
-    ours = optim.GuardedUpdate(
-        [optim.FlatMuon([{"params": [filters]}], lr=0.1, momentum=0.9, nesterov=True)]
-    )
+    ours = GuardedUpdate([FlatMuon([{"params": [filters]}], lr=0.1, momentum=0.9, nesterov=True)])
     theirs = torch.optim.Muon(
         [matrix],
         lr=0.1,
@@ -258,9 +259,7 @@ def test_norms_biases_and_embeddings_do_not_decay_and_patterns_have_their_own_ra
             "head": nn.Linear(4, 5),
         }
     )
-    groups = optim.build_groups(
-        optim.find_trained(model), weight_decay=0.1, lr_multipliers={"head.*": 0.5}
-    )
+    groups = build_groups(find_trained(model), weight_decay=0.1, lr_multipliers={"head.*": 0.5})
     table = {
         name: (group["weight_decay"], group["rate"]) for group in groups for name in group["names"]
     }
@@ -275,17 +274,15 @@ def test_norms_biases_and_embeddings_do_not_decay_and_patterns_have_their_own_ra
 def test_a_pattern_that_matches_nothing_is_refused_with_the_names() -> None:
     model = network()
     with pytest.raises(SpecError, match="matches no parameter"):
-        optim.build_groups(
-            optim.find_trained(model), weight_decay=0.1, lr_multipliers={"haed.*": 2.0}
-        )
+        build_groups(find_trained(model), weight_decay=0.1, lr_multipliers={"haed.*": 2.0})
     with pytest.raises(SpecError, match="freeze"):
-        optim.freeze(model, ["nothing.*"])
+        freeze(model, ["nothing.*"])
 
 
 def test_tied_weights_stand_in_one_group_once() -> None:
     model = nn.ModuleDict({"emb": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["emb"].weight
-    trained = optim.find_trained(model)
+    trained = find_trained(model)
     assert [(each.name, each.kind) for each in trained] == [("emb.weight", "embedding")]
 
 
@@ -299,15 +296,15 @@ def test_a_parameter_in_no_group_or_in_two_is_an_error(fault: str) -> None:
         else [{"params": parameters}, {"params": parameters[:1]}]
     )
     with pytest.raises(TaskError, match="no group" if fault == "none" else "two groups"):
-        optim.check_cover(model, groups)
+        check_cover(model, groups)
 
 
 def test_frozen_layers_stay_bitwise_and_take_no_optimizer_memory() -> None:
     model = network()
     before = copy.deepcopy(model[0].state_dict())
-    optim.freeze(model, ["0.*"])
-    built = optim.build(OptimTable(lr=0.1), optim.find_trained(model))
-    guarded = optim.GuardedUpdate(built.optimizers)
+    freeze(model, ["0.*"])
+    built = build_optimizer(OptimTable(lr=0.1), find_trained(model))
+    guarded = GuardedUpdate(built.optimizers)
     for step in range(3):
         gradients_of(model, step)
         guarded.step_if_finite()
@@ -317,7 +314,7 @@ def test_frozen_layers_stay_bitwise_and_take_no_optimizer_memory() -> None:
 
 def test_the_average_follows_its_formula_and_is_swapped_in_and_out() -> None:
     weight = nn.Parameter(torch.zeros(3))
-    average = optim.WeightAverage([weight], decay=0.5)
+    average = WeightAverage([weight], decay=0.5)
     expected = torch.zeros(3)
     for step in range(5):
         with torch.no_grad():
@@ -340,9 +337,9 @@ def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
             r"and the optimizers of \[optim\] need dense gradients"
         ),
     ):
-        optim.build(OptimTable(), optim.find_trained(model))
+        build_optimizer(OptimTable(), find_trained(model))
     model[0].weight.requires_grad_(False)
-    assert [each.name for each in optim.find_trained(model)] == ["1.weight", "1.bias"]
+    assert [each.name for each in find_trained(model)] == ["1.weight", "1.bias"]
 
 
 WRAPS: dict[str, Any] = {
@@ -364,7 +361,7 @@ def test_what_a_weight_is_made_of_has_the_kind_of_its_module(wrap: str) -> None:
         WRAPS[wrap](nn.Linear(8, 3)),
     )
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    kinds = {each.name: each.kind for each in optim.find_trained(model)}
+    kinds = {each.name: each.kind for each in find_trained(model)}
     assert kinds.keys() == dict(model.named_parameters()).keys()
     assert {kind for name, kind in kinds.items() if name.startswith("0.")} == {"embedding"}
     assert {

@@ -17,19 +17,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from surefoot.components import optim
 from surefoot.components.optim.kinds.by_group import ByGroup
+from surefoot.components.optim.kinds.eight_bits import Adam8bit
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
+from surefoot.components.optim.kinds.muon import FlatMuon
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import SpecError
 
 STEPS = 4
 KINDS: dict[str, Callable[..., Optimizer]] = {
-    "muon": lambda params: optim.FlatMuon(params, lr=0.05, momentum=0.9, nesterov=True),
-    "lars": lambda params: optim.Lars(params, lr=0.5, momentum=0.9, trust_coefficient=0.02),
-    "lars, not fused": lambda params: optim.Lars(params, lr=0.5, fused=False),
-    "lamb": lambda params: optim.Lamb(params, lr=0.02),
-    "lamb, not fused": lambda params: optim.Lamb(params, lr=0.02, fused=False),
-    "8-bit adamw": lambda params: optim.Adam8bit(params, lr=0.02),
-    "8-bit adam": lambda params: optim.Adam8bit(params, lr=0.02, decoupled=False),
+    "muon": lambda params: FlatMuon(params, lr=0.05, momentum=0.9, nesterov=True),
+    "lars": lambda params: Lars(params, lr=0.5, momentum=0.9, trust_coefficient=0.02),
+    "lars, not fused": lambda params: Lars(params, lr=0.5, fused=False),
+    "lamb": lambda params: Lamb(params, lr=0.02),
+    "lamb, not fused": lambda params: Lamb(params, lr=0.02, fused=False),
+    "8-bit adamw": lambda params: Adam8bit(params, lr=0.02),
+    "8-bit adam": lambda params: Adam8bit(params, lr=0.02, decoupled=False),
 }
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -296,13 +299,11 @@ class Signs(ByGroup):
 @pytest.mark.parametrize("name", ["Signs", "Lamb", "SGD", "AdamW"])
 def test_an_optimizer_whose_rule_no_graph_knows_is_refused_whatever_its_name(name: str) -> None:
     """It would be trained by the rule of another one."""
-    update = optim.GuardedUpdate([type(name, (Signs,), {})(weights())])
+    update = GuardedUpdate([type(name, (Signs,), {})(weights())])
     with pytest.raises(SpecError, match=f"an optimizer is {name}"):
         update.check_traceable()
 
 
-@pytest.mark.parametrize(
-    "kind", [optim.Lars, optim.Lamb, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW]
-)
+@pytest.mark.parametrize("kind", [Lars, Lamb, torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_the_rules_that_a_graph_knows_are_taken(kind: Any) -> None:
-    optim.GuardedUpdate([kind(weights(), lr=0.1, fused=True)]).check_traceable()
+    GuardedUpdate([kind(weights(), lr=0.1, fused=True)]).check_traceable()

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from surefoot.components import checkpoint
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import RunFolderError, TaskError
 
 

@@ -25,8 +25,8 @@ from surefoot.components.profiler.phases.clock import (
     OPTIMIZER,
     OTHER,
     PhaseClock,
+    count_compiled,
 )
-from surefoot.components.profiler.phases.compiled import count_compiled
 from surefoot.components.profiler.phases.device_line import DeviceLine
 from surefoot.components.profiler.phases.tally import MAX_SAMPLED, MAX_STEPS, Tally
 from surefoot.contract.events import PHASES

@@ -50,9 +50,10 @@ def test_a_run_recomputes_with_a_line_of_the_spec_and_trains_to_the_same_bits(
                     ),
                 ]
             )
-            notes = run.assembly.engine.recomputed.words
+            recomputed = run.assembly.engine.recomputed
     assert_same_bits(*found)
-    assert "of 3 blocks are computed again" in notes
+    assert recomputed is not None
+    assert "of 3 blocks are computed again" in recomputed.words
 
 
 def test_a_run_with_a_budget_that_cannot_be_met_is_refused_before_it_begins(tmp_path: Path) -> None:
@@ -78,9 +79,10 @@ def test_a_budget_is_chosen_by_what_training_keeps_and_by_the_largest_batch(tmp_
     def cost(name: str, **train: Any) -> int:
         how = small.spec(4, train=train, memory={"activation_checkpointing": "64 KiB"})
         with Run(how, Repeats(), folder=tmp_path / name, quiet=True) as run:
-            budget = run.assembly.engine.recomputed.budget
-            assert budget is not None
-            return sum(each.whole_bytes for each in budget.costs)
+            recomputed = run.assembly.engine.recomputed
+            assert recomputed is not None
+            assert recomputed.budget is not None
+            return sum(each.whole_bytes for each in recomputed.budget.costs)
 
     four, eight = cost("four", batch=4), cost("eight", batch=8)
     model = Repeats().model().train()
@@ -99,7 +101,9 @@ def test_a_task_names_its_blocks_and_the_spec_overrules_it(tmp_path: Path) -> No
     for blocks, expected in (((), ("1",)), (("2", "3"), ("2", "3"))):
         spec = small.spec(memory={"activation_checkpointing": "full", "blocks": blocks})
         with Run(spec, Names(), folder=tmp_path / str(len(blocks)), quiet=True) as run:
-            assert run.assembly.engine.recomputed.names == expected
+            recomputed = run.assembly.engine.recomputed
+            assert recomputed is not None
+            assert recomputed.names == expected
 
 
 def test_blocks_without_recomputation_say_nothing_and_are_refused() -> None:

@@ -16,14 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surefoot.components.optim import GuardedUpdate
-from surefoot.components.precision import (
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.components.precision.policy import (
     FormatSupport,
-    LossScaler,
     choose,
     compute_context,
     set_products,
 )
+from surefoot.components.precision.scaler import LossScaler
 from surefoot.core.errors import InputError, SpecError
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "loss_scaler.py"

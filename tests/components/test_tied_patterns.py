@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components import optim
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.precision import keep_in_fp32
+from surefoot.components.optim.groups import build_groups, find_trained, freeze
+from surefoot.components.precision.keep import keep_in_fp32
 from surefoot.core.errors import SpecError
 from surefoot.train.run import Run
 from tests.train.small import Small, spec
@@ -40,7 +40,7 @@ class TiedTask(Small):
 
 
 def groups(**patterns: Any) -> list[dict[str, Any]]:
-    return optim.build_groups(optim.find_trained(Tied()), weight_decay=0.1, **patterns)
+    return build_groups(find_trained(Tied()), weight_decay=0.1, **patterns)
 
 
 def find_rate(name: str, made: list[dict[str, Any]]) -> tuple[float, float]:
@@ -56,8 +56,8 @@ USES: dict[str, Callable[[], bool]] = {
         find_rate("inner.weight", groups(lr_multipliers={"inner.*": 2.0, "again.weight": 0.5}))
         == (0.1, 0.5)
     ),
-    "freeze": lambda: optim.freeze(Tied(), ["head.weight"]) == ["words.weight"],
-    "freeze a layer": lambda: optim.freeze(Tied(), ["again.*"]) == ["inner.weight", "inner.bias"],
+    "freeze": lambda: freeze(Tied(), ["head.weight"]) == ["words.weight"],
+    "freeze a layer": lambda: freeze(Tied(), ["again.*"]) == ["inner.weight", "inner.bias"],
     "blocks": lambda: [*find_blocks(Tied(), ["again"])] == ["inner"],
     "keep in fp32": lambda: [*keep_in_fp32(Tied(), ["again"])] == ["again"],
 }

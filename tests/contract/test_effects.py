@@ -18,8 +18,10 @@ from torch import Tensor
 
 from surefoot import RunSpec
 from surefoot.cli.left_out import DECIDED
-from surefoot.components import optim
-from surefoot.components.optim import GroupedParameter
+from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import GroupedParameter
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable, find_idle_keys, formulas
 from surefoot.contract.spec.effects import NEEDS, keys_of
@@ -371,9 +373,9 @@ def test_a_plain_loop_of_the_formulas_that_spec_show_prints_trains_the_same(
     draw = torch.Generator().manual_seed(0)
     start = torch.randn(4, 3, generator=draw, dtype=torch.float64)
     weight = torch.nn.Parameter(start.clone())
-    built = optim.build(made.optim, [GroupedParameter("weight", weight, "matrix")])
-    guarded = optim.GuardedUpdate(built.optimizers, clip=made.optim.clip)
-    mean = optim.WeightAverage([weight], 0.9)
+    built = build_optimizer(made.optim, [GroupedParameter("weight", weight, "matrix")])
+    guarded = GuardedUpdate(built.optimizers, clip=made.optim.clip)
+    mean = WeightAverage([weight], 0.9)
     zero: Tensor = torch.zeros_like(start)
     scope: dict[str, Any] = {
         **NAMES,

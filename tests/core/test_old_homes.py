@@ -1,10 +1,12 @@
-"""Names are importable for one release from where scripts imported them before."""
+"""Names are importable for one release from where scripts imported them before, and a run loads
+only the modules that it uses."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +58,18 @@ def test_a_submodule_is_found_without_its_neighbors() -> None:
         [sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True
     )
     assert done.stdout.strip() == "False"
+
+
+def test_a_run_of_digits_loads_fewer_than_200_modules_of_surefoot(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from surefoot.cli.main import main\n"
+        f"sys.argv = ['surefoot', 'train', 'digits', '--steps=2', '--run={tmp_path / 'r'}']\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+        "print('loaded', sum(name.partition('.')[0] == 'surefoot' for name in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True
+    )
+    assert int(done.stdout.split()[-1]) < 200

@@ -45,6 +45,17 @@ IMPORT_NAMES = {"pillow": "PIL", "scikit-learn": "sklearn"}
 PART_OF_AN_EXTRA = ("torch.utils.tensorboard",)
 # half of what torch itself takes
 COSTLY = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.device_mesh")
+# what `surefoot train digits` imports by name; all else that it loads these import at their top
+PLAIN_RUN = (
+    "surefoot.cli.entry",
+    "surefoot.cli.main",
+    "surefoot.cli.train.train",
+    "surefoot.contract.events",
+    "surefoot.contract.spec_file",
+    "surefoot.tasks.digits",
+    "surefoot.train.run",
+)
+MAX_LOADED = 200
 USE_WHERE_NEEDED = "import it in the function that uses it"
 
 
@@ -165,11 +176,11 @@ def _find_loop(
 
 
 def local_imports(root: Path) -> list[Violation]:
-    """An import inside a function is for optional packages only.
+    """An import inside a function is for optional packages, and for what a plain run does without.
 
     cli and contract/task.py (which loads code by name) are free.
     """
-    found = []
+    found, loaded = [], loaded_by_a_plain_run(root)
     for module in modules(root):
         if (
             module.path.as_posix().startswith("surefoot/cli/")
@@ -178,7 +189,9 @@ def local_imports(root: Path) -> list[Violation]:
             continue
         for one in module.imports:
             optional, costly = _is_optional(root, one.target), _begins(one.target, COSTLY)
-            if one.type_checking or one.in_function == (costly or optional):
+            own = package_module(root, one.target) if one.target.startswith("surefoot.") else None
+            spared = one.in_function and own is not None and own not in loaded
+            if one.type_checking or spared or one.in_function == (costly or optional):
                 continue
             if one.in_function:
                 what = f"imports {one.target} inside a function; move it to the top of the file"
@@ -188,6 +201,43 @@ def local_imports(root: Path) -> list[Violation]:
                 what = f"needs the optional package {one.target} to load; {USE_WHERE_NEEDED}"
             found.append(Violation(module.at(one.line), what))
     return found
+
+
+def loaded_by_a_plain_run(root: Path) -> set[str]:
+    """The modules of ours that `surefoot train digits` imports, by the imports at their top."""
+    by_name = {module.name: module for module in modules(root)}
+    found: set[str] = set()
+    waiting = [name for name in PLAIN_RUN if name in by_name]
+    while waiting:
+        name = waiting.pop()
+        if name in found or name not in by_name:
+            continue
+        found.add(name)
+        if "." in name:
+            waiting.append(name.rpartition(".")[0])
+        waiting += [
+            target
+            for one in by_name[name].imports
+            if not one.in_function and not one.type_checking
+            if (target := package_module(root, one.target)) is not None
+        ]
+    return {name for name in found if name.partition(".")[0] == "surefoot"}
+
+
+def weight_of_a_plain_run(root: Path) -> list[Violation]:
+    """A plain run loads fewer than 200 modules of ours: those that it uses."""
+    num_loaded = len(loaded_by_a_plain_run(root))
+    return (
+        [
+            Violation(
+                "surefoot/train/run.py",
+                f"`surefoot train digits` loads {num_loaded} modules of surefoot, and fewer than "
+                f"{MAX_LOADED} are allowed; {USE_WHERE_NEEDED}",
+            )
+        ]
+        if num_loaded >= MAX_LOADED
+        else []
+    )
 
 
 def loads_by_name(root: Path) -> list[Violation]:

@@ -111,6 +111,14 @@ STRUCTURE_LAWS: dict[str, Law] = {
         (
             Plant("inside a function", {"surefoot/train/a.py": "def f():\n    import json\n"}),
             Plant("inside a function", {"surefoot/core/a.py": "def f():\n    import torch\n"}),
+            Plant(
+                "inside a function",
+                {
+                    "surefoot/train/run.py": "import surefoot.train.b\n",
+                    "surefoot/train/b.py": "",
+                    "surefoot/train/a.py": "def f():\n    from surefoot.train import b\n",
+                },
+            ),
             Plant("optional package PIL", {"surefoot/train/a.py": "from PIL import Image\n"}),
             Plant(
                 "every process",
@@ -120,10 +128,31 @@ STRUCTURE_LAWS: dict[str, Law] = {
         {
             "surefoot/cli/a.py": "def f():\n    import torch\n",
             "surefoot/contract/task.py": "def f():\n    import json\n",
+            "surefoot/train/run.py": "def f():\n    from surefoot.train import b\n",
+            "surefoot/train/b.py": "",
             "surefoot/tasks/a.py": (
                 "def f():\n    import sklearn\n"
                 "    from torch.utils.tensorboard import SummaryWriter\n"
             ),
+        },
+    ),
+    "a plain run loads only what it uses": Law(
+        imports.weight_of_a_plain_run,
+        (
+            Plant(
+                "loads 201 modules",
+                {
+                    "surefoot/train/run.py": "".join(
+                        f"from surefoot.core import m{number}\n" for number in range(200)
+                    ),
+                    **{f"surefoot/core/m{number}.py": "" for number in range(200)},
+                },
+            ),
+        ),
+        {
+            "surefoot/train/run.py": "from surefoot.core import a\ndef f(): ...\n",
+            "surefoot/core/a.py": "def f():\n    from surefoot.core import b\n",
+            "surefoot/core/b.py": "",
         },
     ),
     "code is loaded by name in one place": Law(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.optim import backward
+from surefoot.components.optim.backward import backward
 
 
 def gradients(model: nn.Module, run: object) -> list[Tensor]:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.task import Loss
 
 SAMPLES, INPUTS, CLASSES = 1024, 32, 8

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from surefoot import Run
-from surefoot.components.optim import find_trained
+from surefoot.components.optim.groups import find_trained
 from surefoot.contract import spec_file
 from surefoot.core.errors import DataError
 from surefoot.tasks.transformer import CHUNK_ELEMENTS, Transformer, nats

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import Mean
+from surefoot.components.metrics import Mean
 from surefoot.components.observe.journal import Journal
 from surefoot.components.profiler.phases.clock import COMMUNICATION, PhaseClock
 from surefoot.contract.events import Event, Step

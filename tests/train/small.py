@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from surefoot.cli.main import main
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract import events
 from surefoot.contract.events import Ended, Event, Fault
 from surefoot.contract.spec import RunSpec

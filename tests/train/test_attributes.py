@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 
 import surefoot
 from surefoot.components.memory.recompute import recompute
-from surefoot.components.optim import LiveBuffers
+from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.contract import manifest
 from surefoot.contract.events import Fault
 from surefoot.train.resume.start import Start

@@ -23,7 +23,7 @@ from surefoot import Loss, Run, RunSpec, Term
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed, SampleWindow
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.task import resolve
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.step import LiveUpdate, Stepper

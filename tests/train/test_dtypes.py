@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from surefoot.components.precision import DtypeRecord, check_contract, compute_context
+from surefoot.components.precision.policy import compute_context
+from surefoot.components.precision.record import DtypeRecord, check_contract
 from surefoot.contract.events import Dtypes
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import NumbersError, SpecError

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import bits_per_byte, perplexity
+from surefoot.components.metrics import bits_per_byte, perplexity
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Loss, resolve
 from surefoot.core.errors import UserCodeError

@@ -16,14 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import surefoot
-from surefoot.components.precision import (
-    FormatSupport,
-    choose,
-    compute_context,
-    find_linear,
-    keep_in_fp32,
-    to_float8,
-)
+from surefoot.components.precision.float8 import find_linear, to_float8
+from surefoot.components.precision.keep import keep_in_fp32
+from surefoot.components.precision.policy import FormatSupport, choose, compute_context
 from surefoot.contract.events import Dtypes, Started
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError

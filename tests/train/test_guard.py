@@ -11,10 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surefoot.components import optim
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
 from surefoot.components.observe.meter import Meter
+from surefoot.components.optim.buffers import LiveBuffers
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import build_groups, find_trained
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.components.stability.guard import Guard
 from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec, StabilityTable
@@ -96,7 +99,7 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
     torch.manual_seed(0)
     model = task.model()
     optimizer = torch.optim.SGD(
-        optim.build_groups(optim.find_trained(model), weight_decay=0.01), lr=0.05, momentum=0.9
+        build_groups(find_trained(model), weight_decay=0.01), lr=0.05, momentum=0.9
     )
     _feed, applied = run.assembly.feed, 0
     for number in range(6):
@@ -123,9 +126,7 @@ def test_an_optimizer_whose_first_step_is_skipped_starts_as_if_it_had_not_been(n
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
         table = RunSpec(optim={**OPTIMIZERS[name], "lr": 0.05}).optim
-        guarded = optim.GuardedUpdate(
-            optim.build(table, optim.find_trained(model)).optimizers, clip=1.0
-        )
+        guarded = GuardedUpdate(build_optimizer(table, find_trained(model)).optimizers, clip=1.0)
         if is_skipped:
             for parameter in guarded.parameters:
                 parameter.grad = torch.full_like(parameter, torch.nan)
@@ -323,7 +324,7 @@ def test_buffers_of_every_kind_are_as_before_a_skipped_step_and_as_after_an_appl
 ) -> None:
     torch.manual_seed(0)
     model = Counting()
-    buffers = optim.LiveBuffers(model)
+    buffers = LiveBuffers(model)
     for step in range(6):
         before = {name: tensor.clone() for name, tensor in model.named_buffers()}
         is_skipped = step in skipped

@@ -13,9 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from surefoot.components import optim
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
+from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import find_trained
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import resolve
@@ -37,8 +40,8 @@ def worked(
     table = RunSpec(
         optim={**OPTIMIZERS[name], "lr": 0.05, "clip": 0.0, "lr_multipliers": {"3.*": 0.5}}
     ).optim
-    built = optim.build(table, optim.find_trained(model))
-    guarded = optim.GuardedUpdate(
+    built = build_optimizer(table, find_trained(model))
+    guarded = GuardedUpdate(
         built.optimizers,
         clip=clip,
         clip_value=clip_value,
@@ -95,18 +98,18 @@ def test_deciding_on_the_device_gives_the_weights_of_deciding_on_the_host(
 
 def stepped(
     on_device: bool, task: Small, steps: int = 10
-) -> tuple[dict[str, Tensor], list[StepReport], optim.WeightAverage]:
+) -> tuple[dict[str, Tensor], list[StepReport], WeightAverage]:
     """A whole step loop by one way: feed, loss, guard, buffers, average."""
     torch.manual_seed(0)
     model = task.model()
     feed = Feed(task.data("train"), Order(SAMPLES, 0), batch=BATCH)
     resolved = resolve(task)
     # not Adam: it blows up the gradient of a bias before BatchNorm, which is rounding alone
-    built = optim.build(RunSpec(optim={"name": "sgd", "lr": 0.05}).optim, optim.find_trained(model))
-    guarded = optim.GuardedUpdate(
+    built = build_optimizer(RunSpec(optim={"name": "sgd", "lr": 0.05}).optim, find_trained(model))
+    guarded = GuardedUpdate(
         built.optimizers, clip=1.0, curve=curve, total_steps=steps, on_device=on_device
     )
-    average = optim.WeightAverage(list(model.parameters()), 0.9)
+    average = WeightAverage(list(model.parameters()), 0.9)
     update = LiveUpdate(
         "loss", lambda model, batch: task.loss(task.forward(model, batch), batch), guarded
     )
@@ -171,6 +174,6 @@ def test_a_schedule_that_is_not_finite_is_refused_where_it_is_read_beforehand() 
     model = nn.Linear(2, 2)
     made = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     with pytest.raises(SpecError, match="after 3 updates"):
-        optim.GuardedUpdate(
+        GuardedUpdate(
             [made], curve=lambda step: math.inf if step == 3 else 1.0, total_steps=5, on_device=True
         )

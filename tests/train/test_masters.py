@@ -17,9 +17,12 @@ from torch import Tensor, nn
 import surefoot
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
-from surefoot.components.optim import GuardedUpdate, master_of, publish, store_narrow
-from surefoot.components.precision import compute_context, keep_in_fp32
+from surefoot.components.optim.masters import publish, store_narrow
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.components.precision.keep import keep_in_fp32
+from surefoot.components.precision.policy import compute_context
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.prove.whatif.noise import measure_noise
 from surefoot.train.look_back import evaluate_run

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from surefoot.components import checkpoint
 from surefoot.components.compiler.layout import lay_channels_last
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.train.run import Run
 from tests.train.small import Small, spec

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data.sources.synthetic import Synthetic
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from surefoot.components.observe.console import Console
 from surefoot.components.observe.meter import Meter
 from surefoot.contract import events

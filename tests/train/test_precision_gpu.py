@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.components.precision import choose, find_units, set_products
+from surefoot.components.precision.policy import choose, find_units, set_products
 from surefoot.train.run import Run
 from tests.train.small import Odd, Small, assert_same, faults_of, spec, state_of
 from tests.train.test_fp16 import scales

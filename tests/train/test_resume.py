@@ -21,7 +21,7 @@ from surefoot.contract import ledger, manifest, spec_file
 from surefoot.contract.events import Step
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError
-from surefoot.runtime.staging.copies import Staging
+from surefoot.runtime.staging import Staging
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import OPTIMIZERS, Small, faults_of, records, spec

@@ -19,7 +19,7 @@ from surefoot.components.checkpoint import Commit
 from surefoot.contract import ledger, manifest
 from surefoot.contract.events import Committed, Started
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.staging.copies import Staging
+from surefoot.runtime.staging import Staging
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run
 from tests.train.small import Small, records, spec

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from surefoot import Run
-from surefoot.components.metrics.partial import Mean
+from surefoot.components.metrics import Mean
 from surefoot.contract.events import Evaluated
 from surefoot.train.run import drive
 from tests.train.small import Small, records, spec

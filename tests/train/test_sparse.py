@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, RunSpec
-from surefoot.components import optim
 from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import SpecError, TaskError
 from tests.train.small import spec
 from tests.world.ranks import run_ranks
@@ -173,7 +173,7 @@ def test_the_norm_and_the_clipped_values_are_those_of_the_dense_gradient() -> No
     dense.load_state_dict(table.state_dict())
     ids = torch.tensor([1, 1, 3])
     updates = [
-        optim.GuardedUpdate([torch.optim.SGD(each.parameters(), lr=0.1)], clip_value=0.5)
+        GuardedUpdate([torch.optim.SGD(each.parameters(), lr=0.1)], clip_value=0.5)
         for each in (table, dense)
     ]
     for each in (table, dense):

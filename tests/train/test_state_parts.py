@@ -18,7 +18,7 @@ from torch import nn
 import surefoot
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
-from surefoot.components.optim import WeightAverage
+from surefoot.components.optim.average import WeightAverage
 from surefoot.contract import commits, manifest, runlock
 from surefoot.contract.events import Evaluated, Started
 from surefoot.core.schedule.plan import Curve

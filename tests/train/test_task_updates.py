@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot import Loss, Run, Update
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from tests.train.test_contract_parts import Batch, Plain, refused, spec_of, train
 
 # ---- updates

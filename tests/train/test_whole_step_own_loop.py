@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.optim import GuardedUpdate, master_of, store_narrow
-from surefoot.components.precision import PLAIN, LossScaler
+from surefoot.components.optim.masters import store_narrow
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.components.precision.policy import PLAIN
+from surefoot.components.precision.scaler import LossScaler
+from surefoot.contract.state import master_of
 from surefoot.contract.task import Loss
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step import whole

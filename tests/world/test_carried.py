@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import Mean, mean_of
+from surefoot.components.metrics import Mean, mean_of
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run

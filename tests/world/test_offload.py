@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from surefoot.components.optim import master_of
+from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.train import preflight
 from surefoot.train.run import Run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from surefoot import Run
-from surefoot.components.metrics.partial import Mean
+from surefoot.components.metrics import Mean
 from surefoot.runtime.comm.group import Group
 from surefoot.train.record import batch_results
 from tests.world.ranks import run_ranks, together

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from surefoot.components.data import consumed
 from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import Mean, accuracy, perplexity
+from surefoot.components.metrics import Mean, accuracy, perplexity
 from surefoot.contract import events, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Term, Update

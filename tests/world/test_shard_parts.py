@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
-from surefoot.components.optim import GuardedUpdate
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.components.parallel.shard.fully import FullySharded
 from surefoot.components.parallel.shard.parts import gather_rows, serve_part
 from surefoot.components.parallel.shard.state import ShardedState

@@ -19,7 +19,8 @@ from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, NumbersError
 from surefoot.core.units import name_some
 
 if TYPE_CHECKING:
-    from surefoot.components.precision import DtypeRecord, Policy
+    from surefoot.components.precision.policy import Policy
+    from surefoot.components.precision.record import DtypeRecord
 
 
 def explain(
@@ -38,9 +39,9 @@ def explain(
     """
     from dataclasses import asdict
 
-    from surefoot.components.precision import check_contract
+    from surefoot.components.precision.record import check_contract
     from surefoot.prove.bench.rehearsal import Rehearsal
-    from surefoot.train.failure.causes import find_overflow
+    from surefoot.train.failure.blame import find_overflow
 
     origin = options.read_spec("explain", spec, options.overrides(set_, seed=seed, data=data))
     with Rehearsal(origin.spec, steps=1) as rehearsal:
@@ -82,7 +83,7 @@ def _print(
     notes: Sequence[str],
     overflow: str | None,
 ) -> None:
-    from surefoot.components.precision import ROLES, group
+    from surefoot.components.precision.record import ROLES, group
 
     print_text(f"computing in {policy.compute}: {policy.why}")
     print()

@@ -13,7 +13,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:
-    from surefoot.components.precision import UnderflowShare
+    from surefoot.components.precision.instability import UnderflowShare
 
 NUM_SHOWN = 8
 SpecOfGradients = Annotated[
@@ -46,7 +46,8 @@ def formats(
         )
     from dataclasses import asdict
 
-    from surefoot.components.precision import advise_scale, find_formats, total
+    from surefoot.components.precision.formats import find_formats
+    from surefoot.components.precision.instability import advise_scale, total
 
     rows = find_formats()
     scales: tuple[float, ...] = (1.0,)

@@ -18,7 +18,7 @@ from surefoot.components.checkpoint.save import Content
 from surefoot.contract.manifest import Manifest
 from surefoot.core.errors import StorageError, SurefootError
 from surefoot.core.place import yield_to_others
-from surefoot.runtime.staging.copies import Staging
+from surefoot.runtime.staging import Staging
 
 NICE = 19
 Write = Callable[[Content, Callable[[], bool]], Manifest]

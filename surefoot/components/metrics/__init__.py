@@ -1,5 +1,166 @@
-"""Metrics as partial results that can be merged."""
+"""Metrics as partial results that can be merged: totals and counts on the device, divided once when
+read.
 
-from surefoot.core.old_homes import moved_to
+`accuracy(...).merge(accuracy(...)).value()` is exact for any split into batches, ranks or
+microbatches.
+"""
 
-__getattr__ = moved_to("surefoot.metrics", __name__)
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor
+
+from surefoot.core.errors import TaskError, needing
+
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean, total / count, as its two parts."""
+
+    total: Tensor | float
+    count: Tensor | float
+    better: Better = "higher"
+    unit: str = ""
+
+    def merge(self, other: Self) -> Self:
+        """Return the sum of both parts, computed in 64 bits.
+
+        The result is bitwise identical whether the parts are tensors or, from another rank, Python
+        numbers.
+        """
+        total, count = (
+            _held(self.total) + _held(other.total),
+            _held(self.count) + _held(other.count),
+        )
+        return type(self)(total, count, self.better, self.unit)
+
+    def value(self) -> float | None:
+        count = float(self.count)
+        return float(self.total) / count if count else None
+
+
+class Perplexity(Mean):
+    """exp(total nats / count), of the whole data set and not the mean over batches."""
+
+    def value(self) -> float | None:
+        mean = super().value()
+        return None if mean is None else math.inf if mean > 700 else math.exp(mean)
+
+
+class BitsPerByte(Mean):
+    """total nats / (count of bytes * ln 2)."""
+
+    def value(self) -> float | None:
+        mean = super().value()
+        return None if mean is None else mean / math.log(2)
+
+
+def accuracy(logits: Tensor, labels: Tensor) -> Mean:
+    """Return the share of samples whose largest logit is at the label.
+
+    `logits` (B, C) and `labels` (B,), or (B, T, C) and (B, T); labels of -100 are left out. Raises
+    TaskError for other shapes.
+    """
+    return top_k(logits, labels, 1)
+
+
+def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
+    """Return the share of samples whose label is among the `k` largest logits.
+
+    Shapes as in `accuracy`; labels of -100 are left out. Raises TaskError for other shapes, and for
+    fewer classes than `k`.
+    """
+    _check_shapes(logits, labels)
+    if not 1 <= k <= logits.shape[-1]:
+        raise TaskError(
+            f"top-{k} of {logits.shape[-1]} classes", hint=f"use a k from 1 to {logits.shape[-1]}"
+        )
+    counted = labels != -100
+    chosen = logits.argmax(-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1).indices
+    hits = ((chosen == labels.unsqueeze(-1)).any(-1) & counted).sum()
+    return Mean(hits, counted.sum(), unit="%")
+
+
+def _check_shapes(logits: Tensor, labels: Tensor) -> None:
+    """Raise TaskError for logits and labels whose shapes do not match, even if they could be
+    broadcast."""
+    given = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
+    hint = "logits are (B, C) and labels (B,), or (B, T, C) and (B, T)"
+    if logits.ndim < 2 or logits.shape[-1] < 2:
+        raise TaskError(
+            f"{given}: there are no 2 classes",
+            hint=f"{hint}; for one logit compare it with 0 and use mean_of",
+        )
+    if labels.shape == (*logits.shape[:-1], 1):
+        hint = f"{hint}: labels.squeeze(-1)"
+    channels_first = logits.ndim > 3 and labels.shape == (logits.shape[0], *logits.shape[2:])
+    if channels_first:
+        hint = f"{hint}: logits.movedim(1, -1).flatten(0, -2) and labels.flatten()"
+    if labels.shape != logits.shape[:-1] or channels_first:
+        raise TaskError(f"{given} do not belong together", hint=hint)
+
+
+def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
+    """Return exp(total / count) of a summed negative log-likelihood in nats, as a partial."""
+    return Perplexity(_held(total_nats), count, better="lower")
+
+
+def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerByte:
+    """Return the bits per byte of a summed negative log-likelihood in nats over `count` bytes, as a
+    partial."""
+    return BitsPerByte(_held(total_nats), count, better="lower")
+
+
+def mean_of(total: Tensor | float, count: Tensor | float, *, better: Better = "lower") -> Mean:
+    """Return any mean as a partial, from its total and its count."""
+    return Mean(_held(total), count, better=better)
+
+
+def _held(total: Tensor | float) -> Tensor | float:
+    if isinstance(total, Tensor):
+        return total if total.device.type == "mps" else total.detach().double()
+    return total if isinstance(total, int) else float(total)
+
+
+class FromTorchmetrics:
+    """A torchmetrics metric as a partial that can be merged:
+    `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
+
+    Raises MissingExtra without torchmetrics. The states of the metric must be of kinds torchmetrics
+    can merge (`Metric.merge_state`).
+    """
+
+    def __init__(self, metric: Any, *, better: Better | None = None) -> None:
+        with needing(
+            "torchmetrics", "torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics"
+        ):
+            import torchmetrics
+        if not isinstance(metric, torchmetrics.Metric):
+            raise TaskError(
+                f"{type(metric).__name__} is not a torchmetrics metric",
+                hint="pass torchmetrics.F1Score(...) or the like",
+            )
+        self._metric = metric
+        higher = metric.higher_is_better
+        self.better: Better = better or ("lower" if higher is False else "higher")
+
+    def observe(self, *arguments: Tensor) -> FromTorchmetrics:
+        """Return a new partial of this batch alone."""
+        fresh = self._metric.clone()
+        fresh.reset()
+        fresh.update(*arguments)
+        return FromTorchmetrics(fresh, better=self.better)
+
+    def merge(self, other: FromTorchmetrics) -> FromTorchmetrics:
+        merged = self._metric.clone()
+        merged.merge_state(other._metric)
+        return FromTorchmetrics(merged, better=self.better)
+
+    def value(self) -> float | None:
+        return float(torch.as_tensor(self._metric.compute()))

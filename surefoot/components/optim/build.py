@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.fused import FUSED_DEVICES
 from surefoot.components.optim.groups import GroupedParameter, build_groups
-from surefoot.components.optim.kinds.eight_bits import Adam8bit, why_not
-from surefoot.components.optim.kinds.layerwise import FUSED_DEVICES, Lamb, Lars
-from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.contract.spec import OptimTable
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import name_some
+
+if TYPE_CHECKING:
+    from surefoot.components.optim.average import WeightAverage
 
 # parameters that AdamW updates with optim.name = "muon"
 ADAM_KINDS = ("embedding", "head", "norm", "vector")
@@ -128,6 +128,8 @@ def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
     """
     if table.ema is None:
         return None
+    from surefoot.components.optim.average import WeightAverage
+
     saved = (
         {id(each) for each in model.state_dict(keep_vars=True).values()}
         if table.ema_buffers
@@ -151,6 +153,8 @@ def _layers(trained: Sequence[GroupedParameter], groups: Groups) -> list[dict[st
 
 
 def _muon(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups) -> Built:
+    from surefoot.components.optim.kinds.muon import FlatMuon
+
     matrices, rest = _split(
         trained, groups, lambda each: each.kind in ADAM_KINDS or each.parameter.is_complex()
     )
@@ -172,6 +176,8 @@ def _eight_bits(table: OptimTable, trained: Sequence[GroupedParameter], groups: 
 
     The summary names these parameters and the reasons.
     """
+    from surefoot.components.optim.kinds.eight_bits import Adam8bit, why_not
+
     narrow, wide = _split(trained, groups, lambda each: why_not(each.parameter) is not None)
     made: list[Optimizer] = []
     if narrow:
@@ -223,6 +229,8 @@ def _split(
 
 def _build_optimizer(table: OptimTable, groups: list[dict[str, Any]]) -> Optimizer:
     if table.name == "lars":
+        from surefoot.components.optim.kinds.layerwise import Lars
+
         return Lars(
             groups,
             table.lr,
@@ -231,6 +239,8 @@ def _build_optimizer(table: OptimTable, groups: list[dict[str, Any]]) -> Optimiz
             fused=None if table.fused else False,
         )
     if table.name == "lamb":
+        from surefoot.components.optim.kinds.layerwise import Lamb
+
         return Lamb(
             groups, table.lr, betas=table.betas, eps=table.eps, fused=None if table.fused else False
         )

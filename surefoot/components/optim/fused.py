@@ -20,6 +20,8 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.core.errors import TaskError
 
+FUSED_DEVICES = ("cpu", "cuda")
+
 
 def supports(optimizer: Optimizer) -> bool:
     """Return whether the private kernels can update `optimizer`.

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from surefoot.components.optim.kinds.layerwise import PREVIOUS_NAMES
 from surefoot.contract.state import with_strides_of
 from surefoot.core.errors import RunFolderError, TaskError
 
@@ -103,6 +102,9 @@ def restore(
 
     Raises RunFolderError for the state of another optimizer type, or of other parameters.
     """
+
+    from surefoot.components.optim.kinds.layerwise import PREVIOUS_NAMES
+
     kind = type(optimizer).__name__
     if saved["type"] != kind or has_own_form(optimizer) != ("own" in saved):
         raise RunFolderError(

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.components.optim import fused, saving
-from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.learning_rates import Curve, LearningRates
-from surefoot.components.optim.masters import publish
 from surefoot.components.optim.snapshot import (
     OptimizerSnapshot,
     fused_groups_of,
@@ -31,7 +29,6 @@ from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskEr
 
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
-HAVE_RULES = (Adam, AdamW, SGD, Lars, Lamb)  # optimizers whose update can be part of a graph
 RATE_HINT = "a schedule must return finite multipliers of the learning rate, such as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
@@ -274,6 +271,8 @@ class GuardedUpdate:
             else self._on_host(raw, float(factor), grads)
         )
         if self._masters:
+            from surefoot.components.optim.masters import publish
+
             publish(self._masters)
         return done
 
@@ -331,9 +330,11 @@ class GuardedUpdate:
 
     def check_traceable(self) -> None:
         """Raise SpecError where the update cannot be part of a graph."""
-        other = 'or compile.what = "model"'
+        from surefoot.components.optim.kinds.layerwise import Lamb, Lars
+
+        other, have_rules = 'or compile.what = "model"', (Adam, AdamW, SGD, Lars, Lamb)
         for optimizer, groups in zip(self.optimizers, self._fused, strict=True):
-            has_rule = type(optimizer) in HAVE_RULES
+            has_rule = type(optimizer) in have_rules
             if not has_rule or groups is None or any(each.tensors is None for each in groups):
                 raise SpecError(
                     (

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
-from surefoot.components.precision.scaler import LossScaler
-from surefoot.components.precision.wide import register_fp32_autocast_on_cpu
 from surefoot.contract.spec import PrecisionTable
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.hardware import find_machine, find_processor_flags
+
+if TYPE_CHECKING:
+    from surefoot.components.precision.scaler import LossScaler
 
 Compute = Literal["fp32", "tf32", "bf16", "fp16", "float8"]
 HALVES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -126,6 +127,8 @@ def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool
     compute, why = choose(table.compute, find_units(device), emulate=table.emulate)
     scaler = None
     if compute == "fp16":
+        from surefoot.components.precision.scaler import LossScaler
+
         scaler = LossScaler(
             table.init_scale,
             growth_interval=table.growth_interval,
@@ -157,6 +160,8 @@ def compute_context(
     if compute not in AUTOCAST:
         return nullcontext
     if device.type == "cpu":
+        from surefoot.components.precision.wide import register_fp32_autocast_on_cpu
+
         register_fp32_autocast_on_cpu()
     return lambda: torch.autocast(device.type, dtype=AUTOCAST[compute])
 

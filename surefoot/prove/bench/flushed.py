@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from surefoot.components.precision import UnderflowShare, Watch
+from surefoot.components.precision.instability import UnderflowShare, Watch
 from surefoot.contract.spec import RunSpec, key_names
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.ladder import rungs

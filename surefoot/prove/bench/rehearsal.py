@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.optim import backward
+from surefoot.components.optim.backward import backward
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
 from surefoot.core.errors import InputError

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.components.metrics.partial import Mean, accuracy
+from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core import place

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.optim import master_of
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.state import StepReport
+from surefoot.contract.state import StepReport, master_of
 from surefoot.core.errors import TaskError
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report

@@ -18,9 +18,9 @@ from surefoot.components import checkpoint
 from surefoot.components.data.feed import to_device
 from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.optim import leaf_of
 from surefoot.components.stability.noise import GradientNoise, Noise
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import leaf_of
 from surefoot.core.errors import InputError
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly, assemble

@@ -88,9 +88,10 @@ def find_costs(spec: RunSpec) -> list[RecomputeCost]:
         rungs.change(spec, {"memory.activation_checkpointing": EVERYTHING}), steps=1
     ) as rehearsal:
         rehearsal.take("forward")
-        budget = rehearsal.assembly.engine.recomputed.budget
-        assert budget is not None  # that is what the spec says
-        return budget.costs
+        recomputed = rehearsal.assembly.engine.recomputed
+        assert recomputed is not None  # as the spec says
+        assert recomputed.budget is not None
+        return recomputed.budget.costs
 
 
 def find_ways(costs: list[RecomputeCost]) -> dict[str, int | None]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from surefoot.core.errors import LostRank, SurefootError
 from surefoot.core.flight import Flight, Kind
-from surefoot.runtime.comm.host_memory import SharedMemoryCollectives, is_small
+
+if TYPE_CHECKING:
+    from surefoot.runtime.comm.host_memory import SharedMemoryCollectives
 
 Result = TypeVar("Result")
 CPU = torch.device("cpu")
@@ -102,6 +104,8 @@ class Group:
         """Return the maximum of each value over all ranks."""
         if self.is_alone:
             return list(values)
+        from surefoot.runtime.comm.host_memory import is_small
+
         row = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.memory is not None and is_small(row):
             rows: Tensor = self.do(partial(self.memory.rows, row, Kind.LARGEST), Kind.LARGEST, row)
@@ -188,6 +192,8 @@ class Group:
         """Return every rank's `tensor`, which has the same shape on all: (ranks, ...)."""
         if self.is_alone:
             return tensor[None]
+        from surefoot.runtime.comm.host_memory import is_small
+
         if self.memory is not None and is_small(tensor):
             found: Tensor = self.do(
                 partial(self.memory.rows, tensor, Kind.GATHER), Kind.GATHER, tensor

@@ -2,8 +2,13 @@
 
 from surefoot.train.assemble.assembly import Assembly, Engine
 from surefoot.train.assemble.build import assemble
-from surefoot.train.assemble.model import build_model, find_wanted_blocks, set_storage
-from surefoot.train.assemble.task import load_task, take_task
+from surefoot.train.assemble.model import (
+    build_model,
+    find_wanted_blocks,
+    load_task,
+    set_storage,
+    take_task,
+)
 
 __all__ = [
     "Assembly",

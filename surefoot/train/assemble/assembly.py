@@ -5,23 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from surefoot.components import optim, precision
-from surefoot.components.compiler.regions import CompiledRegions
 from surefoot.components.data.feed import Feed, to_device
 from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.loader.jobs import look
 from surefoot.components.data.loader.settings import LoaderNotice
 from surefoot.components.data.order import Keys
-from surefoot.components.memory.recompute import RecomputeHandle
 from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
 from surefoot.components.observe.meter import Summary
-from surefoot.components.stability.noise import Noise
+from surefoot.components.precision.policy import PLAIN, Policy
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import Timing
@@ -36,16 +33,22 @@ from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import read_once
 from surefoot.train.step.unfrozen import TrainedSet
 
+if TYPE_CHECKING:
+    from surefoot.components.compiler.regions import CompiledRegions
+    from surefoot.components.memory.recompute import RecomputeHandle
+    from surefoot.components.optim.average import WeightAverage
+    from surefoot.components.stability.noise import Noise
+
 
 @dataclass(frozen=True)
 class Engine:
     """Compute parts of a run: device, precision, weight average, stepper and compiled model."""
 
     device: torch.device
-    policy: precision.Policy
-    average: optim.WeightAverage | None
+    policy: Policy
+    average: WeightAverage | None
     stepper: Stepper
-    recomputed: RecomputeHandle
+    recomputed: RecomputeHandle | None
     compiled: CompiledRegions | None = None
 
 
@@ -137,11 +140,7 @@ class Assembly:
         """Messages for the start: the compute precision unless it is the default, and `told`."""
         policy = self.engine.policy
         return (
-            *(
-                []
-                if policy.why == precision.PLAIN.why
-                else [f"computing in {policy.compute} ({policy.why})"]
-            ),
+            *([] if policy.why == PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]),
             *self.told,
         )
 

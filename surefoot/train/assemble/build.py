@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from surefoot.components import optim, precision
 from surefoot.components.data.feed import Feed, Share
 from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
 from surefoot.components.data.loader.bad import Sound
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.memory.recompute import RecomputeHandle, recompute
-from surefoot.components.memory.spilled import FileBackedParameters
-from surefoot.components.metrics.partial import Better
-from surefoot.components.parallel.shard import Sharded
-from surefoot.components.stability.noise import GradientNoise
+from surefoot.components.metrics import Better
+from surefoot.components.optim.build import make_average
+from surefoot.components.optim.groups import freeze
+from surefoot.components.optim.learning_rates import (
+    describe_scaling,
+    warn_of_large_batch,
+    warn_of_no_rate,
+)
+from surefoot.components.precision.policy import build as build_policy
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Resolved, Source
 from surefoot.core.errors import SpecError
@@ -28,8 +31,12 @@ from surefoot.core.units import Duration
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import SOLO, Mesh
 from surefoot.train.assemble.assembly import Assembly, Engine
-from surefoot.train.assemble.model import build_on_device, find_wanted_blocks, set_storage
-from surefoot.train.assemble.task import take_task
+from surefoot.train.assemble.model import (
+    build_on_device,
+    find_wanted_blocks,
+    set_storage,
+    take_task,
+)
 from surefoot.train.assemble.updates import make_curve, make_updates, own_schedule
 from surefoot.train.environment import (
     describe_cudnn,
@@ -40,7 +47,6 @@ from surefoot.train.environment import (
 from surefoot.train.evaluate import Evaluation, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.batch_results import describe_unshared, watch
-from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
@@ -50,8 +56,12 @@ from surefoot.train.step.reading import (
     make_settings,
     read_split,
 )
-from surefoot.train.step.sharding import make_ranks, shard
 from surefoot.train.step.unfrozen import TrainedSet
+
+if TYPE_CHECKING:
+    from surefoot.components.memory.recompute import RecomputeHandle
+    from surefoot.components.parallel.shard import Sharded
+    from surefoot.components.stability.noise import GradientNoise
 
 
 def assemble(
@@ -66,6 +76,8 @@ def assemble(
     """
     if not mesh.is_sharded or spec.layout.zero_stage < 3:
         return _assemble(spec, task, better, mesh)
+    from surefoot.components.memory.spilled import FileBackedParameters
+
     give_back_large_blocks()
     with FileBackedParameters():  # what is built whole, and of which a rank keeps rows
         return _assemble(spec, task, better, mesh)
@@ -82,12 +94,16 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     modes = set_modes(model)
     feed = make_feed(spec, source, Share(group.rank, group.size, spec.layout.virtual_ranks))
     notes = _describe_choices(spec, resolved, feed)
-    frozen = optim.freeze(model, spec.optim.freeze)
+    frozen = freeze(model, spec.optim.freeze)
     notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
     notes += set_storage(model, spec)
-    blocks = find_wanted_blocks(spec, resolved, model)
-    recomputed = recompute(model, spec.memory.activation_checkpointing, blocks=blocks)
-    notes += recomputed.notes
+    recomputed = None
+    if spec.memory.activation_checkpointing != "none":
+        from surefoot.components.memory.recompute import recompute
+
+        blocks = find_wanted_blocks(spec, resolved, model)
+        recomputed = recompute(model, spec.memory.activation_checkpointing, blocks=blocks)
+        notes += recomputed.notes
     if spec.fault.forget:
         left_out = ", ".join(spec.fault.forget)
         notes.append(f"the resume leaves out {left_out}, on purpose: fault.forget")
@@ -105,19 +121,26 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     course = RunSchedule(length, total_steps, feed, tokens)
     schedule = build_schedule(stated, total_steps, course.to_steps_or_refuse, better=better)
     curve = make_curve(spec, resolved, schedule, feed, total_steps)
-    sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
+    sharded = None
+    if mesh.is_sharded:
+        from surefoot.train.step.sharding import shard
+
+        sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
     updates, more = make_updates(spec, resolved, model, schedule, curve, total_steps)
     notes += more
     resolved, kept = keep_outside(resolved, model, updates, is_split=sharded is not None)
     told = [
         *modes,
         *kept,
-        *optim.describe_scaling(spec.optim, feed.largest),
+        *describe_scaling(spec.optim, feed.largest),
         *describe_unshared(unshared, group),
-        *describe_mode(spec, device.type),
         *describe_cudnn(spec, device.type),
         *describe_short_batch(feed),
     ]
+    if spec.compile.what != "none":
+        from surefoot.train.record.compiling import describe_mode
+
+        told += describe_mode(spec, device.type)
     warnings = _find_warnings(spec, model, updates, curve, feed, total_steps)
     engine, more = _make_engine(
         spec, resolved, model, updates, course, recomputed, sharded, group, device
@@ -195,10 +218,10 @@ def _find_warnings(
     """Return warnings on the batch size, the learning rates and unregistered modules."""
     warnings = []
     if not isinstance(feed.source, Iterated):
-        warnings += optim.warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
+        warnings += warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
     return [
         *warnings,
-        *optim.warn_of_no_rate(curve, total_steps),
+        *warn_of_no_rate(curve, total_steps),
         *warn_of_unregistered(model, updates),
     ]
 
@@ -209,15 +232,15 @@ def _make_engine(
     model: nn.Module,
     updates: list[LiveUpdate],
     course: RunSchedule,
-    recomputed: RecomputeHandle,
+    recomputed: RecomputeHandle | None,
     sharded: Sharded | None,
     group: Group,
     device: torch.device,
 ) -> tuple[Engine, list[str]]:
     """Return the compute parts of a run, and notes. Raises SpecError for a bad combination."""
     notes: list[str] = []
-    average = optim.make_average(spec.optim, model)
-    policy = precision.build(
+    average = make_average(spec.optim, model)
+    policy = build_policy(
         spec.precision, device, scales_on_device=all(update.guarded.on_device for update in updates)
     )
     if policy.scaler is not None and spec.memory.update_in_backward:
@@ -237,6 +260,8 @@ def _make_engine(
         average=average,
     )
     if not group.is_alone or spec.layout.virtual_ranks is not None:
+        from surefoot.train.step.sharding import make_ranks
+
         stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
     elif spec.layout.compress != "none":
         notes.append(
@@ -247,14 +272,20 @@ def _make_engine(
         stepper.loader.skip_bad(spec.data.max_bad)
     if spec.observe.noise:
         stepper.noise = _noise(course.feed, updates)
-    compiled = compile_as_stated(spec, task, model, stepper, updates, recomputed)
-    notes += [] if compiled is None else [compiled.words]
-    stepper.eager = functools.partial(eager, compiled)
+    compiled = None
+    if spec.compile.what != "none":
+        from surefoot.train.record.compiling import compile_as_stated
+
+        compiled = compile_as_stated(spec, task, model, stepper, updates, recomputed)
+        notes.append(compiled.words)
+        stepper.eager = compiled.eager
     return Engine(device, policy, average, stepper, recomputed, compiled), notes
 
 
 def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
     """Return the gradient noise estimator. Raises SpecError without two batch sizes to compare."""
+    from surefoot.components.stability.noise import GradientNoise
+
     if feed.microbatch >= feed.batch or len(updates) > 1:
         raise SpecError(
             "observe.noise compares the gradient of a microbatch with that of its batch, but there "

@@ -1,19 +1,20 @@
-"""The model of a run: built by its task, with norms and storage as the spec says."""
+"""The task of a run, built from its spec, or given with a spec that can build it again; and its
+model, with norms and storage as the spec says."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from surefoot.components import optim, precision
-from surefoot.components.compiler.layout import lay_channels_last
-from surefoot.components.parallel.sync_norm import join_batchnorm
+from surefoot.components.optim.groups import check_shaped
 from surefoot.components.parallel.wrapped import check_unwrapped
 from surefoot.components.stability.norms import convert_batchnorm
+from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved
+from surefoot.contract.task import Resolved, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import SpecError, TaskError
 
 
@@ -24,11 +25,11 @@ def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
     """
     model = task.task.model()
     how = spec.train.batchnorm
-    if (
-        how != "keep"
-        and isinstance(model, nn.Module)
-        and not (join_batchnorm(model) if how == "sync" else convert_batchnorm(model, how))
-    ):
+    if how == "keep" or not isinstance(model, nn.Module):
+        return model
+    from surefoot.components.parallel.sync_norm import join_batchnorm
+
+    if not (join_batchnorm(model) if how == "sync" else convert_batchnorm(model, how)):
         raise SpecError(
             f"train.batchnorm is {spec.train.batchnorm!r}, but the model has no BatchNorm",
             hint="leave train.batchnorm out",
@@ -45,7 +46,7 @@ def build_on_device(spec: RunSpec, task: Resolved, device: torch.device) -> nn.M
             hint="return a torch.nn.Module",
         )
     check_unwrapped(model)
-    optim.check_shaped(model)
+    check_shaped(model)
     return model.to(device) if device.type != "cpu" else model
 
 
@@ -58,15 +59,72 @@ def find_wanted_blocks(
 
 def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -> list[str]:
     """Store weights as [precision] says; return notes. Raises SpecError for unknown patterns."""
-    notes = lay_channels_last(model) if spec.train.memory_format == "channels_last" else []
-    kept = precision.keep_in_fp32(model, spec.precision.keep)
+
+    notes, kept = [], dict[str, nn.Module]()
+    if spec.train.memory_format == "channels_last":
+        from surefoot.components.compiler.layout import lay_channels_last
+
+        notes = lay_channels_last(model)
+    if spec.precision.keep:
+        from surefoot.components.precision.keep import keep_in_fp32
+
+        kept = keep_in_fp32(model, spec.precision.keep)
     # rows that are gathered in bf16 stay in fp32
     if spec.precision.weights == "bf16" and not (with_masters and spec.layout.shard > 1):
-        optim.store_narrow(
+        from surefoot.components.optim.masters import store_narrow
+
+        store_narrow(
             model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32"
         )
     # a rank that holds rows keeps those there
     if with_masters and spec.memory.offload == "optimizer" and spec.layout.shard == 1:
-        optim.keep_on_host(model)
+        from surefoot.components.optim.masters import keep_on_host
+
+        keep_on_host(model)
     notes += [f"computing in fp32: {', '.join(kept)} (precision.keep)"] if kept else []
-    return notes + precision.convert(model, spec.precision, kept.values())
+    if spec.precision.compute == "float8":
+        from surefoot.components.precision.float8 import to_float8
+
+        notes += to_float8(model, kept.values(), emulate=spec.precision.emulate).notes
+    return notes
+
+
+def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
+    """Return the resolved `task`, or the spec's task, and the spec that can build it again."""
+    if task is None:
+        return load_task(spec), spec
+    if isinstance(task, Resolved):
+        return task, spec
+    if spec.data.folder is not None:
+        raise SpecError(
+            "data.folder is given, but the task is already built",
+            hint="give the folder when you build the task, and leave data.folder out",
+        )
+    tables, use, arguments = spec.as_tables(), find_use(task), find_arguments(task)
+    if use is not None and arguments is not None:
+        folder = arguments.pop("folder", None)
+        data = {} if folder is None else {"data": {**tables.get("data", {}), "folder": folder}}
+        return resolve(task, importable=use), spec.replace_all(
+            {**tables, **data, "task": {"use": use, **arguments}}
+        )
+    if spec.task.use is not None and is_named(task, spec.task.use):
+        return resolve(task, importable=spec.task.use), spec
+    return resolve(task), spec.replace_all({**tables, "task": {}})
+
+
+def load_task(spec: RunSpec) -> Resolved:
+    """Build the spec's task with its `[data] folder`. Raises SpecError if none is named."""
+    if spec.task.use is None:
+        raise SpecError(
+            "the spec names no task",
+            hint='name a task, such as [task] use = "digits", or give the object: Run(spec, task)',
+        )
+    parameters = spec.task.parameters
+    if spec.data.folder is not None:
+        if signature.has_parameter(spec.task.use, "folder") is False:
+            raise SpecError(
+                f"a data folder was given, but {spec.task.use} has no parameter 'folder'",
+                hint="leave --data out",
+            )
+        parameters["folder"] = spec.data.folder
+    return load(spec.task.use, parameters)

@@ -9,10 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from surefoot.components import optim
 from surefoot.components.data.feed import Feed
-from surefoot.components.memory.offload import Offloaded
+from surefoot.components.optim.build import OWN_KEYS, check_effects, table_of
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.groups import build_groups, check_cover, find_trained
+from surefoot.components.optim.learning_rates import scaled
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable, RunSpec
+from surefoot.contract.state import master_of
 from surefoot.contract.task import Loss, Resolved, Update
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule.plan import Curve
@@ -24,7 +28,7 @@ def make_curve(
 ) -> Callable[[int], float]:
     """Return the learning rate multiplier per step: the schedule, scaled by batch size if asked."""
     own = own_schedule(spec, task)
-    return optim.scaled(
+    return scaled(
         schedule if own is None else _own_curve(own, spec, total_steps), spec.optim, feed.batch_at
     )
 
@@ -42,7 +46,7 @@ def make_updates(
     if own_schedule(spec, task) is not None:
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
     stated = _stated_updates(task, model)
-    optim.check_effects(
+    check_effects(
         spec.optim,
         has_own_groups=task.parameter_groups is not None and len(stated) == 1,
         has_own_optimizers=all(each.optimizer is not None for each in stated),
@@ -55,15 +59,15 @@ def make_updates(
             hint="set memory.update_in_backward = false",
         )
     if many:  # for the patterns that match no parameter of any update
-        trained, table = optim.find_trained(model), spec.optim
-        optim.build_groups(
+        trained, table = find_trained(model), spec.optim
+        build_groups(
             trained, weight_decay=0.0, no_decay=table.no_decay, lr_multipliers=table.lr_multipliers
         )
     made = []
     for update in stated:
         optimizers, summary = _optimizers(spec, task, model, update, many)
         notes += [f"{update.name}: {line}" if many else line for line in summary]
-        guarded = optim.GuardedUpdate(
+        guarded = GuardedUpdate(
             optimizers,
             clip=spec.optim.clip,
             clip_value=spec.optim.clip_value,
@@ -71,8 +75,16 @@ def make_updates(
             momentum_curve=_momentum_of(schedule, update.every),
             total_steps=total_steps if schedule.is_pure else None,
         )
-        in_backward = optim.UpdateInBackward(guarded) if spec.memory.update_in_backward else None
-        loss = Offloaded(update.loss) if spec.memory.offload == "activations" else update.loss
+        in_backward = None
+        if spec.memory.update_in_backward:
+            from surefoot.components.optim.in_backward import UpdateInBackward
+
+            in_backward = UpdateInBackward(guarded)
+        loss = update.loss
+        if spec.memory.offload == "activations":
+            from surefoot.components.memory.offload import Offloaded
+
+            loss = Offloaded(loss)
         made.append(LiveUpdate(update.name, loss, guarded, update.every, in_backward))
     _check_cover(task, model, made)
     return made, notes
@@ -132,7 +144,7 @@ def _check_cover(task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate]
                 )
             }
         ]
-    optim.check_cover(model, groups)
+    check_cover(model, groups)
 
 
 def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
@@ -156,9 +168,9 @@ def _optimizers(
     spec: RunSpec, task: Resolved, model: nn.Module, update: Update, many: bool
 ) -> tuple[Sequence[torch.optim.Optimizer], Sequence[str]]:
     parameters = list(update.parameters)
-    mine = {id(optim.master_of(parameter)) for parameter in parameters}
+    mine = {id(master_of(parameter)) for parameter in parameters}
     if update.optimizer is not None:
-        if any(optim.master_of(parameter) is not parameter for parameter in parameters):
+        if any(master_of(parameter) is not parameter for parameter in parameters):
             raise SpecError(
                 f"update {update.name} has a user-defined optimizer, which does not "
                 "support master weights (precision.weights, memory.offload)",
@@ -178,13 +190,13 @@ def _optimizers(
         return (_stepping_alone(update.optimizer),), (
             f"{type(update.optimizer).__name__} of the task",
         )
-    trained = [each for each in optim.find_trained(model) if id(each.parameter) in mine]
+    trained = [each for each in find_trained(model) if id(each.parameter) in mine]
     if not trained:
         raise TaskError(
             f"update {update.name} trains no parameter",
             hint="check whether all of its parameters are frozen",
         )
-    table = optim.table_of(spec.optim, trained) if many else spec.optim
+    table = table_of(spec.optim, trained) if many else spec.optim
     own = task.optimizer if "name" not in table.model_fields_set or table.name == "task" else None
     if table.name == "task" and own is None:
         raise SpecError(
@@ -194,15 +206,15 @@ def _optimizers(
     groups = None
     if task.parameter_groups is not None and not many:
         groups = [
-            {**group, "params": list(map(optim.master_of, group["params"]))}
+            {**group, "params": list(map(master_of, group["params"]))}
             for group in task.parameter_groups(model)
         ]
-        optim.check_cover(model, groups)
+        check_cover(model, groups)
     if own is None:
-        built = optim.build(table, trained, groups)
+        built = build_optimizer(table, trained, groups)
         return built.optimizers, built.summary
     if groups is None:
-        groups = optim.build_groups(
+        groups = build_groups(
             trained,
             weight_decay=table.weight_decay,
             no_decay=table.no_decay,
@@ -229,7 +241,7 @@ def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
     """Return `groups` with the spec's learning rate; refuse keys for surefoot's optimizers."""
-    idle = sorted(table.model_fields_set & {*optim.OWN_KEYS})
+    idle = sorted(table.model_fields_set & {*OWN_KEYS})
     if idle:
         raise SpecError(
             f"optim.{idle[0]} is given, but the task builds the optimizer",

@@ -18,7 +18,7 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from surefoot.components import optim
+from surefoot.components.optim.groups import check_shaped
 from surefoot.components.profiler.phases.clock import DATA, OTHER
 from surefoot.contract import events
 from surefoot.contract.task import check_not_importing
@@ -64,7 +64,7 @@ def attach(
         place.check_launcher()
     check_not_importing()
     optimizers = check_given(model, optimizer, data, state)
-    optim.check_shaped(model)
+    check_shaped(model)
     wanted = None if folder is None else Path(folder)
     group = loop_ranks.find_group(wanted)
     caller, bare = sys._getframe(1), loop_ranks.bare(model, group)

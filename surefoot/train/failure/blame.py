@@ -6,14 +6,15 @@ import contextlib
 import re
 import traceback
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from surefoot.components.memory.caches import HINT, is_of_repeated_pass
 from surefoot.core.errors import (
     EXIT_OK,
     BadRecordError,
     DataError,
     InputError,
     LostRank,
+    NumbersError,
     OutOfMemory,
     SurefootError,
     TaskError,
@@ -21,6 +22,11 @@ from surefoot.core.errors import (
 )
 from surefoot.core.process.frames import find_user_frame, is_of_library, is_of_surefoot, is_of_torch
 from surefoot.core.process.refused import is_refused
+
+if TYPE_CHECKING:
+    from surefoot.components.precision.instability import Overflow
+    from surefoot.components.stability.guard import Guard
+    from surefoot.train.assemble import Assembly
 
 # torch's words for an output that a later replay wrote over
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"
@@ -170,6 +176,8 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
 
 def _find_hint(error: BaseException) -> str:
     """Return the remedy for an error of user code."""
+    from surefoot.components.memory.caches import HINT, is_of_repeated_pass
+
     if is_of_repeated_pass(error):
         return HINT
     if _OVERWRITTEN in str(error):
@@ -178,3 +186,32 @@ def _find_hint(error: BaseException) -> str:
             '= "default"'
         )
     return "run with --traceback to see the whole error"
+
+
+def raise_if_over(guard: Guard, assembly: Assembly, step: int) -> None:
+    """Raise the guard's NumbersError; name the first module with non-finite values and a remedy."""
+    try:
+        guard.raise_if_over(step)
+    except NumbersError as error:
+        found = find_overflow(assembly, step)
+        if found is not None:
+            error.message = f"{error.message}; {found.words}"
+            error.hint = error.hint if found.remedy is None else f"set {found.remedy}"
+        raise
+
+
+def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
+    """Return the first module with non-finite values in `step`, whose optimizer step was skipped.
+
+    Returns None if the step cannot be repeated.
+    """
+    from surefoot.components.precision.instability import Watch
+
+    if assembly.feed.source.guarantee != "proven" or any(
+        update.in_backward is not None for update in assembly.updates
+    ):
+        return None
+    # the error that is on its way is the one to tell
+    with Watch(assembly.model) as watch, contextlib.suppress(Exception):
+        assembly.engine.stepper.look(step)
+    return watch.overflow

@@ -13,7 +13,6 @@ from surefoot.components.profiler.phases.clock import BACKWARD, FORWARD
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.train.assemble import Assembly
-from surefoot.train.failure import account
 from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.record.telling import Telling
 
@@ -40,6 +39,8 @@ class WithinMemory:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
+                from surefoot.train.failure import account
+
                 shortage = account.look(error, self._assembly, number)
                 account.write_segments(self._folder, self._assembly)
                 traceback.clear_frames(error.__traceback__)  # what the step held is let go

@@ -14,8 +14,6 @@ from torch import nn
 from surefoot.components.data import in_place
 from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import Iterated, copy_of
-from surefoot.components.memory.caches import HINT as CACHE_HINT
-from surefoot.components.memory.caches import is_of_repeated_pass
 from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, Loss, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
@@ -118,11 +116,11 @@ def check(assembly: Assembly) -> list[str]:
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with computing(assembly):
         _check_lone_sample(assembly, read)
-    budget = assembly.engine.recomputed.budget
-    if budget is not None:
-        budget.forget()
+    recomputed = assembly.engine.recomputed
+    if recomputed is not None and recomputed.budget is not None:
+        recomputed.budget.forget()
         _measure_blocks(assembly, read)
-        notes.append(assembly.engine.recomputed.words)
+        notes.append(recomputed.words)
     return notes
 
 
@@ -245,6 +243,9 @@ def _try(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
+        from surefoot.components.memory.caches import HINT as CACHE_HINT
+        from surefoot.components.memory.caches import is_of_repeated_pass
+
         hint = CACHE_HINT if is_of_repeated_pass(error) else "run with --traceback to see where"
         hint = PARTS_HINT if "DTensor" in str(error) else hint
         raise TaskError(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.sources.iterated import copy_of
-from surefoot.components.optim import leaf_of
 from surefoot.components.stability.norms import find_batch_norms
+from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Batch
 from surefoot.core.units import format_percent
 from surefoot.train.assemble import Assembly

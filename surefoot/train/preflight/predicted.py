@@ -28,8 +28,11 @@ from surefoot.components.memory.trace import (
     naming,
     total_bytes,
 )
-from surefoot.components.optim import WeightAverage, backward, load_codes, master_of
+from surefoot.components.optim.average import WeightAverage
+from surefoot.components.optim.backward import backward
+from surefoot.components.optim.kinds.eight_bits import load_codes
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import master_of
 from surefoot.contract.task import Resolved, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.ranks.layout import Layout

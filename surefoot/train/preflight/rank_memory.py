@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.memory.trace import GRADIENTS, Allocations
-from surefoot.components.optim import master_of
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.state import master_of
 from surefoot.core.ranks.layout import Layout, fit
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.step.sharding import find_units

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from surefoot.components.metrics.partial import BitsPerByte, Mean, Perplexity
+from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
 from surefoot.contract.task import Batch, Metric, Output, Resolved
 from surefoot.runtime.comm.group import Group
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import nn
@@ -108,16 +107,14 @@ def compile_as_stated(
     model: nn.Module,
     stepper: Stepper,
     updates: list[LiveUpdate],
-    recomputed: RecomputeHandle,
-) -> CompiledRegions | None:
+    recomputed: RecomputeHandle | None,
+) -> CompiledRegions:
     """Compile what [compile] names, with the recomputation that was set up before.
 
     Raises InputError if there are no blocks to compile, if the step cannot be one graph, or for a
     region inside a block whose operators are recomputed.
     """
     table = spec.compile
-    if table.what == "none":
-        return None
     if table.what == "step":
         check(spec, updates, stepper.policy, model)
         stepper.whole = WholeStep(
@@ -130,7 +127,8 @@ def compile_as_stated(
         if table.what == "model"
         else find_blocks(model, named, key="compile.blocks")
     )
-    _check_around(regions, recomputed)
+    if recomputed is not None:
+        _check_around(regions, recomputed)
     return compile_regions(
         regions,
         mode=table.mode,
@@ -163,22 +161,8 @@ def _check_around(regions: Iterable[str], recomputed: RecomputeHandle) -> None:
 def describe_mode(spec: RunSpec, device: str) -> list[str]:
     """Return a message if compile.mode has no effect on `device`, with the reason."""
     table = spec.compile
-    why = (
-        None
-        if table.what == "none"
-        else why_default(table.mode, device, deterministic=spec.train.deterministic)
-    )
+    why = why_default(table.mode, device, deterministic=spec.train.deterministic)
     return [] if why is None else [f'compile.mode = "{table.mode}" runs as "default", since {why}']
-
-
-def eager(compiled: CompiledRegions | None) -> AbstractContextManager[None]:
-    """Return a context that runs the model uncompiled, for a trial that no step repeats."""
-    return nullcontext() if compiled is None else compiled.eager()
-
-
-def watch(compiled: CompiledRegions | None, table: CompileTable) -> Compiling | None:
-    """Return the monitor of the compilations; None if nothing is compiled."""
-    return Compiling(compiled, table) if compiled is not None else None
 
 
 def _sum_up(new: list[Compilation]) -> str:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from surefoot.components.precision import ParameterDtypes, check_contract, group
+from surefoot.components.precision.record import ParameterDtypes, check_contract, group
 from surefoot.contract import events
 from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.precision import HALVES
+from surefoot.components.precision.policy import HALVES
 from surefoot.core.errors import TaskError
 
 SHAPE = "{}.shape"  # names the array with the shape of each row, where rows differ

@@ -7,12 +7,11 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.memory.measure import Rise
 from surefoot.contract import events
 from surefoot.contract.run_folder import files
 from surefoot.contract.state import StepReport
@@ -20,13 +19,14 @@ from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.out_of_memory import WithinMemory
-from surefoot.train.preflight.predicted import Prediction, held_bytes, predict
 from surefoot.train.quiet import preserve_state
-from surefoot.train.record.convolutions import TimedConvolutions
 from surefoot.train.record.noticed.in_place import WatchedForWrites
 from surefoot.train.record.noticed.unfreezing import Unfreezing
 from surefoot.train.record.telling import Telling
-from surefoot.train.record.waited import WaitRecorder
+
+if TYPE_CHECKING:
+    from surefoot.components.memory.measure import Rise
+    from surefoot.train.preflight.predicted import Prediction
 
 FILE = "shape.json"
 MEASURED = 3  # the step of an attempt that is measured: by then all that is held is there
@@ -42,13 +42,15 @@ def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[in
         step = PeakCheck(step, assembly, telling, folder)
     is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark
     if is_timed:
+        from surefoot.train.record.convolutions import TimedConvolutions
+
         step = TimedConvolutions(step, assembly.engine.stepper, telling)
     ranks = assembly.engine.stepper.ranks
-    return (
-        step
-        if ranks is None or ranks.group.is_alone or not ranks.group.is_first
-        else WaitRecorder(step, ranks.paces, telling)
-    )
+    if ranks is None or ranks.group.is_alone or not ranks.group.is_first:
+        return step
+    from surefoot.train.record.waited import WaitRecorder
+
+    return WaitRecorder(step, ranks.paces, telling)
 
 
 @final
@@ -72,6 +74,8 @@ class PeakCheck:
 
     def _predict(self) -> Prediction | None:
         """Return the predicted peak; model, task and random streams are left unchanged."""
+        from surefoot.train.preflight.predicted import predict
+
         assembly = self._assembly
         try:
             if isinstance(assembly.feed.source, Iterated):
@@ -134,6 +138,9 @@ class _Host:
     """Peak host memory of a step in bytes, by torch's profiler; None if that is already running."""
 
     def __init__(self, assembly: Assembly) -> None:
+        from surefoot.components.memory.measure import Rise
+        from surefoot.train.preflight.predicted import held_bytes
+
         self._held = held_bytes(assembly)
         self._rise: Rise | None = Rise()
         try:

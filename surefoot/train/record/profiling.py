@@ -11,17 +11,19 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from torch.profiler import record_function
 
 from surefoot.components.profiler.phases.clock import OTHER
-from surefoot.components.profiler.tracing.window import Profiler, Window
 from surefoot.contract.events import PHASES
 from surefoot.contract.run_folder import files
 from surefoot.contract.state import StepReport
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.train.assemble import Assembly
+
+if TYPE_CHECKING:
+    from surefoot.components.profiler.tracing.window import Profiler, Window
 
 FOLDER, REQUEST_FILE, ANSWER_FILE = "profile", "request.json", "answer.json"
 LOOK_EVERY_S = 1.0
@@ -53,6 +55,8 @@ class Profiling:
 
         Raises InputError if no step is left.
         """
+        from surefoot.components.profiler.tracing.window import Profiler
+
         total = self._assembly.course.total_steps
         fitted = window.fitted(None if total is None else total - step)
         average = self._assembly.engine.average
@@ -134,6 +138,8 @@ class Profiling:
 
     def _take_request(self, step: int) -> None:
         """Open the window that the request file asks for, and remove the file."""
+        from surefoot.components.profiler.tracing.window import Window
+
         self._asked = ""
         with self._suppress_window_errors():
             text = files.read_text(self._run, f"{FOLDER}/{REQUEST_FILE}")

@@ -22,11 +22,10 @@ from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
 from surefoot.train.folder import Chosen
-from surefoot.train.record.compiling import Compiling
-from surefoot.train.record.compiling import watch as watch_compilations
 from surefoot.train.record.noticed.movement import Movement
 
 if TYPE_CHECKING:
+    from surefoot.train.record.compiling import Compiling
     from surefoot.train.run import Run
 
 
@@ -240,7 +239,11 @@ def make_telling(
     run: Run, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard
 ) -> Telling:
     """Return what an attempt at a run is recorded with."""
-    engine = run.assembly.engine
+    engine, compiling = run.assembly.engine, None
+    if engine.compiled is not None:
+        from surefoot.train.record.compiling import Compiling
+
+        compiling = Compiling(engine.compiled, run.spec.compile)
     return Telling(
         journal,
         tensorboard,
@@ -248,6 +251,6 @@ def make_telling(
         guard,
         engine.stepper.clock,
         run.generation,
-        watch_compilations(engine.compiled, run.spec.compile),
+        compiling,
         Movement(run.model, run.step),
     )

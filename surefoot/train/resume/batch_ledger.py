@@ -45,8 +45,9 @@ class BatchLedger:
         self._file.close()
 
 
-def takes_batches(folder: Path, feed: Feed) -> bool:
-    """Return whether the run's ledger is one of batches; a resumed run keeps its ledger format."""
-    return isinstance(feed.source, Iterated) and (
-        loop_ledger.is_of_a_loop(folder) or not (folder / FILE).exists()
-    )
+def takes_batches(folder: Path) -> bool:
+    """Return whether the ledger of a run over an iterable is one of batches.
+
+    A resumed run keeps its ledger format.
+    """
+    return loop_ledger.is_of_a_loop(folder) or not (folder / FILE).exists()

@@ -17,7 +17,6 @@ from surefoot.components.checkpoint import Commit, Content, SaveResult, Stamp
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.manifest import Manifest
-from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, StorageError
 from surefoot.core.units import Duration, format_bytes, parse_bytes
@@ -379,11 +378,11 @@ class CheckpointManager:
             self._fetch() if self._group.is_first else [],
             self._assembly.spec.fault.forget,
         )
-        gone = (
-            find_gone(self._folder)
-            if self._group.is_first and (self._folder / events.FILE).is_file()
-            else []
-        )
+        gone = None
+        if self._group.is_first and (self._folder / events.FILE).is_file():
+            from surefoot.contract.run_folder.gone import describe_lost, find_gone
+
+            gone = find_gone(self._folder)
         adapt = self._state.forgetting(forget) if forget else None
 
         def restore(commit: Commit) -> None:
@@ -415,7 +414,8 @@ class CheckpointManager:
             step, troubles = json.loads(self._group.from_first("")), []
             load(step)
         self.saved_step = step or 0
-        self.lost_commits = describe_lost(gone, self.saved_step)
+        if gone is not None:
+            self.lost_commits = describe_lost(gone, self.saved_step)
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from surefoot.components.checkpoint import Commit
-from surefoot.components.parallel.alike import find_apart
 from surefoot.contract import digest, manifest
 from surefoot.contract.run_folder import files
 from surefoot.core import place
@@ -123,6 +122,9 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
 
 def _find(group: Group, among: Group, words: str, tensors: Mapping[str, Tensor]) -> dict[int, str]:
     """Return the ranks that differ from their replicas, with the name of what differs."""
+
+    from surefoot.components.parallel.alike import find_apart
+
     if among.is_alone:
         return {}
     names = hashlib.sha256("\n".join(tensors).encode()).hexdigest()

@@ -6,19 +6,18 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
-from surefoot.components.optim import master_of, publish
 from surefoot.contract import commits, events, manifest, spec_file
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.state import part_of
+from surefoot.contract.state import master_of, part_of
 from surefoot.contract.task import Resolved
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.core.units import name_some
@@ -26,10 +25,12 @@ from surefoot.runtime.comm.group import ALONE
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.folder import Chosen
-from surefoot.train.resume import changes, same
-from surefoot.train.resume.changes import Change
+from surefoot.train.resume import same
 from surefoot.train.resume.program import Program, tell_versions
 from surefoot.train.resume.state import LiveState
+
+if TYPE_CHECKING:
+    from surefoot.train.resume.changes import Change
 
 MAX_SHOWN = 8
 
@@ -64,6 +65,8 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
     Raises RunFolderError if the checkpoint is damaged or does not fit, SpecError if the spec does
     not.
     """
+    from surefoot.train.resume import changes
+
     ranks = assembly.engine.stepper.ranks
     group = ALONE if ranks is None else ranks.group
     commit = same.open_same(group, start.run, start.step)
@@ -130,6 +133,8 @@ def spec_of(run: Path) -> RunSpec:
 
 def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
     """Remove the state that the changed keys of the spec replace from `tree`."""
+    from surefoot.train.resume import changes
+
     if changes.changes_settings(found):
         for update in tree["optimizer"].values():
             for each in update["optimizers"]:
@@ -144,6 +149,8 @@ def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
 
 
 def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
+    from surefoot.train.resume import changes
+
     notes = [f"forked from {start.run} after step {start.step:,}"]
     notes += [f"changed: {change}" for change in found if change.rule.verdict != "in place"]
     if changes.starts_scores_anew(found):
@@ -267,6 +274,9 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
 
     Raises RunFolderError if no weight fits, or, unless `partial`, if one does not fit.
     """
+
+    from surefoot.components.optim.masters import publish
+
     stored = commit.pieces(checkpoint.MODEL)
     own = {
         name: master_of(each)

@@ -20,17 +20,13 @@ from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
-from surefoot.components.optim import master_of, publish
-from surefoot.components.parallel.shard import Sharded
 from surefoot.contract.manifest import Piece, name_of_rank
-from surefoot.contract.state import Part, mark_same_part, part_of
+from surefoot.contract.state import Part, mark_same_part, master_of, part_of
 from surefoot.runtime.attributes.stored import check_attributes, put_back_attributes
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import read_entry
 from surefoot.train.resume.per_rank import rank_state, unsent
-from surefoot.train.resume.per_rank.rank_state import PerRankState
-from surefoot.train.resume.put_back import check_fit, put_back_task_state, put_back_training
 from surefoot.train.resume.state_files import (
     CLOCK,
     LIVE,
@@ -43,6 +39,7 @@ from surefoot.train.resume.state_files import (
 )
 
 if TYPE_CHECKING:
+    from surefoot.components.parallel.shard import Sharded
     from surefoot.train.step.ranks import Ranks
 
 ROOT = "state"  # the tree's names begin so
@@ -127,7 +124,7 @@ class LiveState:
     def _group(self) -> Group:
         return ALONE if self._ranks is None else self._ranks.group
 
-    def gather(self) -> PerRankState:
+    def gather(self) -> rank_state.PerRankState:
         """Return the state that only single ranks hold, by file, on rank 0; nothing on the others.
 
         Every rank must call this. Raises NumbersError if ranks differ in an entry that the task
@@ -136,7 +133,7 @@ class LiveState:
         found = (
             rank_state.gather(self._group, self._assembly.task)
             if self._has_words
-            else PerRankState()
+            else rank_state.PerRankState()
         )
         return found._replace(tensors=found.tensors | unsent.gather(self._ranks, self._names))
 
@@ -145,7 +142,7 @@ class LiveState:
         step: int,
         more: Mapping[str, Any],
         clock: Mapping[str, float],
-        of_ranks: PerRankState | None = None,
+        of_ranks: rank_state.PerRankState | None = None,
     ) -> tuple[Content, Files]:
         """Return the contents of a checkpoint of `step`: copies, and tensors that are still live.
 
@@ -171,7 +168,7 @@ class LiveState:
             **({} if self._sharded is not None else index_weights(weights, moving)),
             **write_config(self._model),
         }
-        of_ranks = of_ranks or PerRankState()
+        of_ranks = of_ranks or rank_state.PerRankState()
         gathered, texts = of_ranks.tensors, texts | of_ranks.texts
         finite = {
             name for name, parameter in self._model.named_parameters() if parameter.requires_grad
@@ -390,6 +387,9 @@ class LiveState:
         `keep_buffers` the model keeps its non-persistent buffers whose shape differs, for a changed
         task.
         """
+        from surefoot.components.optim.masters import publish
+        from surefoot.train.resume.put_back import check_fit, put_back_task_state, put_back_training
+
         skeleton = commit.json("state.json")
         with checkpoint.as_run_folder_errors(commit.folder):
             self._assembly.trained.restore(self._assembly, skeleton)

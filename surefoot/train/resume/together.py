@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -14,9 +14,8 @@ import torch
 from surefoot.components import checkpoint
 from surefoot.components.data.consumed import plan_of
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.contract import ledger, loop_ledger
+from surefoot.contract import ledger
 from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.spec import RunSpec
@@ -26,18 +25,17 @@ from surefoot.core.errors import OtherDataError, SpecError, StorageError, TaskEr
 from surefoot.core.ranks import layout
 from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
-from surefoot.runtime.comm import nccl
-from surefoot.runtime.comm.group import Group
-from surefoot.runtime.comm.join import join
+from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.runtime.comm.mesh import Mesh, lay_out
-from surefoot.runtime.comm.watched import watched
 from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
 from surefoot.train.folder import Chosen
-from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
 from surefoot.train.resume.per_rank import rank_state
 from surefoot.train.resume.program import Program
+
+if TYPE_CHECKING:
+    from surefoot.components.data.loader.loader import Loader
 
 WAIT_S = 120.0  # for ranks that are still importing
 UNWATCHED = (
@@ -66,6 +64,13 @@ def join_ranks(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]
             f"layout.transport is {spec.layout.transport!r}, but GPUs use NCCL",
             hint="leave layout.transport out",
         )
+    if here.world_size == 1 and "nccl" not in spec.model_fields_set:
+        yield ALONE
+        return
+    from surefoot.runtime.comm import nccl
+    from surefoot.runtime.comm.join import join
+    from surefoot.runtime.comm.watched import watched
+
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(
             nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda")
@@ -314,8 +319,11 @@ def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) ->
     """Open the ledger of the run, which rank 0 writes."""
     if not group.is_first:
         return NoLedger()
-    if takes_batches(run, assembly.feed):
-        return BatchLedger(run, assembly.feed.source, assembly.feed, generation)  # type: ignore[arg-type]
+    if isinstance(assembly.feed.source, Iterated):
+        from surefoot.train.resume.batch_ledger import BatchLedger, takes_batches
+
+        if takes_batches(run):
+            return BatchLedger(run, assembly.feed.source, assembly.feed, generation)
     return ledger.Ledger(run, plan_of(assembly.feed), generation)
 
 
@@ -324,6 +332,8 @@ def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
 
     Raises StorageError, and RunFolderError if the parent's ledger cannot be read.
     """
+    from surefoot.contract import loop_ledger
+
     if isinstance(feed.source, Iterated) and loop_ledger.is_of_a_loop(parent):
         loop_ledger.begin_fork(parent, run, step)
     else:

@@ -3,6 +3,5 @@
 from surefoot.train.step.counts import check_count, check_splittable
 from surefoot.train.step.stepper import Stepper
 from surefoot.train.step.update import LiveUpdate
-from surefoot.train.step.whole import compile_step
 
-__all__ = ["LiveUpdate", "Stepper", "check_count", "check_splittable", "compile_step"]
+__all__ = ["LiveUpdate", "Stepper", "check_count", "check_splittable"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surefoot.components.precision import LossScaler
 from surefoot.contract.task import Batch, Resolved, Term
 from surefoot.core.errors import TaskError
 from surefoot.train.step.counts import Count, check_count
 
 if TYPE_CHECKING:
+    from surefoot.components.precision.scaler import LossScaler
     from surefoot.train.step.ranks import Ranks
 
 MAX_CONSTANTS = 1000

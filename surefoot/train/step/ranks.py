@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.components.optim import Lamb, Lars, find_sparse, leaf_of, master_of
+from surefoot.components.optim.groups import find_sparse
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.parallel.alike import find_apart
 from surefoot.components.parallel.exact import OrderedGradientSum, VirtualRanks
 from surefoot.components.parallel.norms import JoinedBuffers
@@ -18,6 +19,7 @@ from surefoot.components.parallel.shard import Sharded
 from surefoot.components.parallel.sync_norm import SyncNorm
 from surefoot.components.parallel.totals import Row, Totals
 from surefoot.components.parallel.wires import NONE, Compression
+from surefoot.contract.state import leaf_of, master_of
 from surefoot.contract.task import Batch
 from surefoot.core.errors import NumbersError
 from surefoot.runtime.comm.group import Group

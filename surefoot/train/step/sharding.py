@@ -11,7 +11,9 @@ from torch import nn
 
 from surefoot.components.data.feed import Feed
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.optim import Lamb, Lars, find_norms, find_sparse
+from surefoot.components.optim.groups import find_sparse
+from surefoot.components.optim.kinds.layerwise import Lamb, Lars
+from surefoot.components.optim.masters import find_norms
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.components.parallel.renormed import find_renormed
 from surefoot.components.parallel.shard import Sharded
@@ -41,14 +43,12 @@ class Intervals(Protocol):
 
 def shard(
     spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh
-) -> Sharded | None:
-    """Shard the state that `layout.zero_stage` says over the shard ranks; return None without any.
+) -> Sharded:
+    """Shard the state that `layout.zero_stage` says over the shard ranks of the mesh.
 
     `blocks` are the model's blocks if the task or spec names them. Raises SpecError for a model or
     key that cannot be sharded.
     """
-    if not mesh.is_sharded:
-        return None
     check_keys(spec, mesh.shard.size)
     first_weights = _digest_of(model)
     made = _split(spec, model, blocks, mesh)

@@ -25,16 +25,11 @@ from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.order import Keys, derive, mix
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.optim import (
-    GuardedUpdate,
-    LiveBuffers,
-    UpdateInBackward,
-    WeightAverage,
-    backward,
-    leaf_of,
-    master_of,
-)
-from surefoot.components.precision import PLAIN, DtypeRecord, Policy
+from surefoot.components.optim.backward import backward
+from surefoot.components.optim.buffers import LiveBuffers
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.components.precision.policy import PLAIN, Policy
+from surefoot.components.precision.record import DtypeRecord
 from surefoot.components.profiler.phases.clock import (
     BACKWARD,
     CHECKPOINT,
@@ -45,8 +40,7 @@ from surefoot.components.profiler.phases.clock import (
     OPTIMIZER,
     PhaseClock,
 )
-from surefoot.components.stability.noise import GradientNoise
-from surefoot.contract.state import Scaling, StepReport
+from surefoot.contract.state import Scaling, StepReport, leaf_of, master_of
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
@@ -59,6 +53,9 @@ from surefoot.train.step.hooks import GradientHooks
 from surefoot.train.step.update import LiveUpdate, Totals, add_terms, has_overflowed, run_backward
 
 if TYPE_CHECKING:
+    from surefoot.components.optim.average import WeightAverage
+    from surefoot.components.optim.in_backward import UpdateInBackward
+    from surefoot.components.stability.noise import GradientNoise
     from surefoot.train.step.ranks import Ranks
     from surefoot.train.step.whole import WholeStep
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 
-from surefoot.components import optim
+from surefoot.components.optim.build import build as build_optimizer
+from surefoot.components.optim.build import table_of
+from surefoot.components.optim.groups import GroupedParameter, build_groups, find_trained
 from surefoot.contract.state import leaf_of
 from surefoot.core.errors import UserCodeError
 from surefoot.core.units import name_some, parse_bytes
@@ -155,9 +157,7 @@ def _why_not(assembly: Assembly) -> str:
 
 def _extend(assembly: Assembly, new: set[int]) -> None:
     """Add optimizers for the new parameters, with the same rules and separate moments."""
-    trained = [
-        each for each in optim.find_trained(assembly.model) if id(leaf_of(each.parameter)) in new
-    ]
+    trained = [each for each in find_trained(assembly.model) if id(leaf_of(each.parameter)) in new]
     (update,) = assembly.updates
     update.guarded.extend(_build(assembly, trained))
     average = assembly.engine.average
@@ -170,12 +170,12 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
 
 
 def _build(
-    assembly: Assembly, trained: Sequence[optim.GroupedParameter]
+    assembly: Assembly, trained: Sequence[GroupedParameter]
 ) -> Sequence[torch.optim.Optimizer]:
-    table, own = optim.table_of(assembly.spec.optim, trained), assembly.task.optimizer
+    table, own = table_of(assembly.spec.optim, trained), assembly.task.optimizer
     if own is None or ("name" in table.model_fields_set and table.name != "task"):
-        return optim.build(table, trained).optimizers
-    groups = optim.build_groups(
+        return build_optimizer(table, trained).optimizers
+    groups = build_groups(
         trained,
         weight_decay=table.weight_decay,
         no_decay=table.no_decay,

@@ -5,15 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from surefoot.components.optim import GuardedUpdate, UpdateInBackward, backward
+from surefoot.components.optim.backward import backward
+from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import TaskError
 from surefoot.train.step.counts import Count
+
+if TYPE_CHECKING:
+    from surefoot.components.optim.in_backward import UpdateInBackward
 
 Totals = dict[str, tuple[Tensor, Count, float]]  # of each term: its total, count and weight
 

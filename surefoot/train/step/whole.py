@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.compiler.regions import Mode, compile_function
-from surefoot.components.optim import GuardedUpdate, leaf_of
-from surefoot.components.precision import PLAIN, Policy
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.components.precision.policy import PLAIN, Policy
 from surefoot.contract.spec import CompileTable, RunSpec
+from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import UpdateRule, move

@@ -14,20 +14,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.bad import BadRecords, ReadResult
 from surefoot.components.data.loader.batches import StepBatches, bytes_of
-from surefoot.components.data.loader.crew import (
-    Message,
-    Processes,
-    Threads,
-    WorkerPool,
-    gain_of_threads,
-)
 from surefoot.components.data.loader.jobs import Job, Reader, streams_of_epoch
 from surefoot.components.data.loader.pilot import (
     STARVES,
@@ -43,6 +36,9 @@ from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Source
 from surefoot.core.errors import BadRecordError, DataError
 from surefoot.core.hardware import count_cores
+
+if TYPE_CHECKING:
+    from surefoot.components.data.loader.crew import Message, WorkerPool
 
 MAX_TRIES = 3  # of one microbatch: after that many dead workers its samples are the cause
 BUSY_SHARE = 0.05  # of a core: a worker that uses more is computing
@@ -203,6 +199,8 @@ class Loader:
             return self.settings.kind
         if not getattr(self._reader.source, "thread_safe", False):
             return "process"
+        from surefoot.components.data.loader.crew import gain_of_threads
+
         window = self._feed.window(max(self._next - 2, 0))
         gain = gain_of_threads(self._reader, window.epoch, window.ids[:MAX_SAMPLES_TRIED])
         return "thread" if gain >= WORTH else "process"
@@ -283,6 +281,8 @@ class Loader:
         return [(reads[place], holds[place]) for place in range(crew.size)]
 
     def _make_crew(self) -> WorkerPool:
+        from surefoot.components.data.loader.crew import Processes, Threads
+
         settings = self.settings
         if self.kind == "thread":
             self._crew = Threads(settings.workers, self._reader)

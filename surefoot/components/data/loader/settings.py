@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from surefoot.components.data.loader.crew import Start
+if TYPE_CHECKING:
+    from surefoot.components.data.loader.crew import Start
 
 Kind = Literal["auto", "thread", "process"]
 

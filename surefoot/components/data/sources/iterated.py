@@ -21,7 +21,6 @@ from surefoot.components.data.sources.batch_digest import (
     ReadingDifference,
     digest_of_content,
 )
-from surefoot.components.data.sources.watched import ObservedLoader, name_states
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
 from surefoot.runtime.attributes.generators import sign_state
@@ -61,6 +60,8 @@ class _Pass:
 
     @classmethod
     def from_state(cls, held: Mapping[str, Any]) -> _Pass:
+        from surefoot.components.data.sources.watched import name_states
+
         own = {
             "generators": name_states(held["generators"]),
             "seen": PassDigest.from_state(held["seen"]),
@@ -87,6 +88,8 @@ class Iterated:
     thread_safe = False
 
     def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
+        from surefoot.components.data.sources.watched import ObservedLoader
+
         length = num_batches if num_batches is not None else _length_of(iterable)
         if isinstance(iterable, Iterator):
             raise DataError(
@@ -330,6 +333,8 @@ class Iterated:
         return {"states": [list(each) for each in self._states], "generators": now, **current}
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
+        from surefoot.components.data.sources.watched import name_states
+
         current = held.get("pass")
         is_new = self._first is not None and current is None and not held["states"]
         is_same = (

@@ -21,7 +21,6 @@ from surefoot.components.optim import fused
 from surefoot.components.optim.kinds.by_group import ByGroup, Traced
 from surefoot.core.errors import RenamedKeyWarning
 
-FUSED_DEVICES = ("cpu", "cuda")
 # settings of a group, as the checkpoints of the previous release name them
 PREVIOUS_NAMES = {"trust": "trust_coefficient"}
 
@@ -41,7 +40,7 @@ class _Layerwise(ByGroup):
         group = self.param_groups[-1]
         if group["fused"] is None:
             group["fused"] = all(
-                each.device.type in FUSED_DEVICES and each.is_floating_point()
+                each.device.type in fused.FUSED_DEVICES and each.is_floating_point()
                 for each in group["params"]
             )
 

@@ -9,6 +9,7 @@ when a window ends: see `device_line`.
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
@@ -16,8 +17,6 @@ from typing import Any, final
 
 import torch
 
-from surefoot.components.profiler.phases.compiled import count_compiled
-from surefoot.components.profiler.phases.device_line import DeviceLine, make_cuda_event
 from surefoot.components.profiler.phases.tally import Tally
 from surefoot.contract.events import PHASES
 from surefoot.contract.state import Timing
@@ -44,7 +43,11 @@ class PhaseClock:
     )
 
     def __init__(self, device: torch.device) -> None:
-        self._line = DeviceLine(make_cuda_event, ON_DEVICE) if device.type == "cuda" else None
+        self._line = None
+        if device.type == "cuda":
+            from surefoot.components.profiler.phases.device_line import DeviceLine, make_cuda_event
+
+            self._line = DeviceLine(make_cuda_event, ON_DEVICE)
         self._collecting_ns = self._collection_began_ns = 0
         # called with each phase that begins, while a window of the profiler is open
         self.listener: Callable[[int], None] | None = None
@@ -135,3 +138,17 @@ class PhaseClock:
             self._collection_began_ns = perf_counter_ns()
         else:
             self._collecting_ns += perf_counter_ns() - self._collection_began_ns
+
+
+def count_compiled() -> int:
+    """Return how many frames torch.compile has handled in this process; 0 while its compiler is not
+    imported.
+
+    `torch._dynamo.utils.counters` is private; where torch lacks it the count is 0, and a step that
+    compiled is explained by its slowest phase.
+    """
+    loaded = sys.modules.get("torch._dynamo.utils")
+    if loaded is None:
+        return 0
+    counters = getattr(loaded, "counters", {})
+    return int(counters["frames"]["total"]) if "frames" in counters else 0

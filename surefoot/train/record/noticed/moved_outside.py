@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
-from surefoot.components.optim import leaf_of
+from surefoot.contract.state import leaf_of
 from surefoot.core.errors import RunFolderError, TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.values import find_leaves, named_attributes
