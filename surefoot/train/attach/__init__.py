@@ -46,7 +46,7 @@ def attach(
         run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
         for epoch in range(run.first_pass, 10):
             for batch in run.batches():
-                ...                      # your step, as it is
+                ...  # your step, as it is
                 run.step_done(loss)
 
     Every `save` (duration or steps; None: never) and in `close`, model, optimizers, random states,
