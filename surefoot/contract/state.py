@@ -88,7 +88,7 @@ class StepReport:
         num_samples: Number of samples that this step consumed, on all ranks together.
         learning_rate: Learning rate of the step.
         totals: Total, count and weight of each term, by name.
-        norm: Global gradient norm before clipping; None with several updates.
+        norm: Global gradient norm before clipping; None unless exactly one update ran.
         was_applied: Whether the optimizer step was applied, or skipped.
         waiting_s: Seconds that the step waited for its batch.
     """

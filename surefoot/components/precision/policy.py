@@ -140,8 +140,8 @@ def compute_context(
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Return a factory of contexts for the forward pass: autocast, or a null context for 32 bits.
 
-    From the first autocast context on, softmax, norms and sums stay fp32 on a CPU as they do on a
-    GPU, in the whole process.
+    After the first call for autocast on a CPU, softmax, norms and sums stay fp32 there as they do
+    on a GPU, in the whole process.
 
     Args:
         compute: The number format. "tf32" also needs `set_products`, "float8" a conversion of the

@@ -55,7 +55,7 @@ class Erase:
     fits is unchanged. In evaluation images are unchanged.
 
     Args:
-        probability: Share of the images that are painted.
+        probability: Probability that an image is painted.
         scale: Range of the area of the box, as a share of the area of the image.
         ratio: Range of the height of the box over its width.
         value: Color of the box, one number or one per channel, in the units of the images.
