@@ -194,10 +194,15 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
 
 
 def find_step(run: Path, step: int | str) -> int:
-    """Return the step that `step` names: a number or its digits, "last", or "best" by score.
+    """Return the number of a checkpoint that is given by name.
 
-    "best" uses the scores in the manifests, and is the last step where there is no score. Raises
-    RunFolderError.
+    Args:
+        run: The run folder.
+        step: A number or its digits, "last", or "best": the best score in the manifests, and the
+            last step where there is no score.
+
+    Raises:
+        RunFolderError: For a folder that is not a run or holds no such checkpoint.
     """
     run = Path(run)
     steps = manifest.steps(run)

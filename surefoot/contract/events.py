@@ -42,7 +42,7 @@ RENAMED_PHASES = {"optimiser": "optimizer"}  # the previous release wrote the fi
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """The fields of every record."""
+    """Fields of every record; docs/reference/events.md describes those of each kind."""
 
     kind: ClassVar[str] = ""
     generation: int
@@ -58,7 +58,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Event):
-    """A run, or another attempt at it, started."""
+    """Start of a run, or of another attempt at it."""
 
     kind: ClassVar[str] = "started"
     spec_id: str
@@ -143,7 +143,7 @@ class Memory(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated(Event):
-    """A split was evaluated with the weights after `step`."""
+    """Evaluation of a split with the weights after `step`."""
 
     kind: ClassVar[str] = "evaluated"
     step: int
@@ -161,7 +161,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """A checkpoint of the state after `step` is on disk, synced and named by a manifest."""
+    """Checkpoint of the state after `step` that is on disk, synced and named by a manifest."""
 
     kind: ClassVar[str] = "committed"
     step: int
@@ -173,7 +173,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled(Compilation, Event):
-    """Code was compiled in the steps up to `step`.
+    """Compilation of code in the steps up to `step`.
 
     `why_again` is the reason of a recompilation (None for the first compilation), `ended_early` the
     reason of a graph break.
@@ -185,7 +185,7 @@ class Compiled(Compilation, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Event):
-    """A fault and the action that was taken."""
+    """Fault of a run, and the action that was taken."""
 
     kind: ClassVar[str] = "fault"
     step: int
@@ -409,9 +409,11 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
 
 
 def find_end(folder: Path, spec_id: str) -> Ended | None:
-    """Return the end of the newest attempt, if the run in `folder` has nothing left to train.
+    """Return the end of the newest attempt, if the run has nothing left to train; else None.
 
-    None otherwise, and where the run is of a different spec than `spec_id`.
+    Args:
+        folder: The run folder.
+        spec_id: Digest of the spec; the result is None for a run of a different one.
     """
     past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
     starts = [event for event in past if isinstance(event, Started)]

@@ -72,13 +72,13 @@ def read(
     """Return the spec that `given` names.
 
     Args:
-        given: a TOML file, a built-in task's name, or `file.py:Task`.
+        given: A TOML file, a built-in task's name, or `file.py:Task`.
         overrides: (key, value, origin) of each override.
-        decided: keys that the calling command sets itself; a key that has an effect only with other
+        decided: Keys that the calling command sets itself; a key that has an effect only with other
             values of these is not refused.
 
     Raises:
-        SpecError: with file, line and the nearest valid name.
+        SpecError: With file, line and the nearest valid name.
     """
     return _build_spec(_tables_of(given, Path.cwd(), depth=0), overrides, decided=decided)
 

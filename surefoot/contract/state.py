@@ -82,8 +82,15 @@ class StepReport:
 
     These are `loss`, `gradient_norm` and `applied`; nothing waits before they are read.
 
-    `step` counts from 1, `epoch` is the fraction of the data seen, `num_samples` the number of
-    samples that this step consumed.
+    Args:
+        step: Number of the step, from 1.
+        epoch: Fraction of the data seen; 1.5 is the middle of the second epoch.
+        num_samples: Number of samples that this step consumed, on all ranks together.
+        learning_rate: Learning rate of the step.
+        totals: Total, count and weight of each term, by name.
+        norm: Global gradient norm before clipping; None unless exactly one update ran.
+        was_applied: Whether the optimizer step was applied, or skipped.
+        waiting_s: Seconds that the step waited for its batch.
     """
 
     step: int

@@ -67,14 +67,18 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a loss: `total` is the *sum* over `count` items, not their mean.
+    """Term of a loss: the *sum* over `count` items, not their mean.
 
-    The step divides `total` by the count of the whole global batch. `total` is a scalar tensor with
-    a gradient, `count` an int (or a scalar tensor), `weight` multiplies the term's mean.
+    The step divides `total` by the count of the whole global batch.
 
-    A `fixed` term does not depend on the batch (a penalty on weights, boundary points): it counts
-    once per step. Where the step is split over microbatches or ranks, the mean of the term over
-    them is used, and `counts(batch)` need not contain it.
+    Args:
+        name: Name of the term in reports and events.
+        total: Sum over the items, a scalar tensor with a gradient.
+        count: Number of items, an int or a scalar tensor.
+        weight: Multiplier of the term's mean.
+        fixed: True for a term that does not depend on the batch (a penalty on weights, boundary
+            points): it counts once per step. Where the step is split over microbatches or ranks,
+            the mean of the term over them is used, and `counts(batch)` need not contain it.
     """
 
     name: str
@@ -85,9 +89,11 @@ class Term:
 
 
 class Loss:
-    """A sum of terms, each a total with its count.
+    """Sum of terms, each a total with its count.
 
-    With `additive=False` the loss may not be split over microbatches.
+    Args:
+        *terms: The terms.
+        additive: False for a loss that may not be split over microbatches.
     """
 
     __slots__ = ("additive", "terms")
@@ -136,10 +142,14 @@ def as_loss(made: object, name: str) -> Loss:
 
 @dataclass(frozen=True)
 class Update:
-    """An optimizer update of a step: its loss, its parameters, and every how many steps it runs.
+    """Optimizer update of a step: its loss, its parameters, and every how many steps it runs.
 
-    `loss(model, batch) -> Loss`; with `optimizer` None the spec's optimizer is built over
-    `parameters`.
+    Args:
+        name: Name of the update in reports and events.
+        loss: Function of (model, batch) that returns a `Loss`.
+        parameters: Parameters that this update trains.
+        optimizer: Optimizer of these parameters; None builds the spec's optimizer over them.
+        every: The update runs in steps whose number is a multiple of this.
     """
 
     name: str
@@ -150,7 +160,7 @@ class Update:
 
 
 class Metric(Protocol):
-    """A partial result of one batch that merges with others: totals and counts, never means."""
+    """Partial result of one batch that merges with others: totals and counts, never means."""
 
     better: Literal["higher", "lower"]
 
@@ -162,7 +172,7 @@ class Metric(Protocol):
 
 
 class Task(Protocol):
-    """The four methods that a task must have. For optional ones see `Resolved`.
+    """Protocol of a task: the four methods that it must have. `Resolved` lists the optional ones.
 
     A task with `updates(model)` needs no `loss` for training; its `forward` is used in evaluation
     and prediction.

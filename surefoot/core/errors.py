@@ -41,7 +41,12 @@ EXIT_CPU_TIME = 152
 
 
 class SurefootError(Exception):
-    """Base of all errors: a message, a hint on what to do, and the exit code of the process."""
+    """Base of all errors: a message, a hint on what to do, and the exit code of the process.
+
+    Args:
+        message: What was given, and what is allowed.
+        hint: What to do, printed on a line of its own; None without one.
+    """
 
     exit_code = EXIT_INTERNAL
 

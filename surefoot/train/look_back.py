@@ -51,12 +51,20 @@ EXPORT_BATCHES = (4, 3)
 
 
 def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.Module:
-    """Return the model of a run with the weights of `step`, in evaluation mode, on the CPU.
+    """Return the model of a run with the weights of a step, in evaluation mode, on the CPU.
 
-    `step` is "best", "last" or a number. `task` is the task object if the spec cannot build the
-    task, for example for a run of a notebook, or the name (`file.py:Task`) under which the task can
-    be imported now. All digests are verified first. Raises RunFolderError if the folder is not a
-    run, has no such step or is damaged, SpecError if the task is unknown.
+    All digests are verified first.
+
+    Args:
+        run: The run folder.
+        step: "best" by score, "last" or a number.
+        task: The task object if the spec cannot build the task, for example for a run of a
+            notebook; or the name (`file.py:Task`) under which the task can be imported now. None
+            reads it from the spec.
+
+    Raises:
+        RunFolderError: If the folder is not a run, has no such step or is damaged.
+        SpecError: If the task is unknown.
     """
     if task is None or isinstance(task, str):
         return load_with_task(Path(run), step, use=task)[0]

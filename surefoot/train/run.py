@@ -39,15 +39,21 @@ from surefoot.train.resume.start import RunStart, Start, begin, check_can_restar
 
 
 class Run:
-    """Attempt at a run, as a context manager.
+    """Attempt at a run: `with Run(spec) as run:`, and inside `for report in run.steps(): ...`.
 
-    `task` replaces the task that `[task] use` names. `folder` is a new one by default. `start` is a
-    checkpoint of another run. Raises InputError before anything is written, RunError later.
+    Args:
+        spec: Specification of the run.
+        task: Task object in place of the task that `[task] use` names.
+        folder: Run folder; None for a new one in runs/.
+        fresh: Train a new run in a new folder beside `folder`; nothing is deleted.
+        accept_code_change: Resume although the task's code has changed.
+        accept_data: Resume although the data differ from those trained on.
+        quiet: Show no progress.
+        start: Checkpoint of another run, from which this run starts.
 
-        with Run(spec) as run:
-            for report in run.steps():
-                if run.evaluation_due:
-                    run.evaluate()
+    Raises:
+        InputError: Before anything is written.
+        RunError: For a run that started and could not continue.
     """
 
     def __init__(
@@ -75,8 +81,6 @@ class Run:
         self.exit_code = EXIT_OK
         self.summary: dict[str, Any] = {}
         self._opened = ExitStack()
-
-    # ---- beginning
 
     def __enter__(self) -> Self:
         check_not_importing()
@@ -241,8 +245,6 @@ class Run:
             )
         self._owner.check("this run")
 
-    # ---- the loop
-
     def steps(self) -> Iterator[StepReport]:
         """Yield a StepReport per optimizer step until the spec's length or a stop."""
         self._check_begun()
@@ -336,8 +338,6 @@ class Run:
     def stop(self, reason: str) -> None:
         """End the run after this step; the Ended record holds `reason` of the first call."""
         self._stops.outcome = self._stops.outcome or ("stopped", reason)
-
-    # ---- evaluation and weights
 
     @property
     def evaluation_due(self) -> bool:
@@ -440,8 +440,6 @@ class Run:
             raise saved.error
         elif saved.manifest is not None:
             self._telling.log_checkpoint(saved, saved.manifest.num_bytes)
-
-    # ---- ending
 
     def __exit__(
         self,

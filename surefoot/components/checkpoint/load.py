@@ -29,7 +29,15 @@ PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 class Commit:
-    """Checkpoint whose manifest is read at once, and whose files are read and verified later."""
+    """Checkpoint whose manifest is read at once, and whose files are read and verified later.
+
+    Args:
+        run: The folder of the checkpoints: a run folder, or the `folder` of `save`.
+        step: The step of the checkpoint.
+
+    Raises:
+        RunFolderError: If there is no such checkpoint, or its manifest is damaged.
+    """
 
     def __init__(self, run: Path, step: int) -> None:
         self.folder = commits.find_folder(run, step) or manifests.step_folder(run, step)
@@ -200,11 +208,18 @@ def newest_loadable(
 ) -> tuple[int | None, list[str]]:
     """Load the newest undamaged checkpoint, and set damaged ones aside.
 
-    Returns the step (None if there is none) and a message about each damaged checkpoint.
-    Checkpoints above step `at_most`, and those of weights alone, are skipped. A checkpoint is
-    verified completely before `load` is called: if none is whole nothing has changed, and the run
-    starts from step 0. An undamaged checkpoint that does not fit raises, since an older one would
-    not fit either.
+    A checkpoint is verified completely before `load` is called: if none is whole nothing has
+    changed, and the run starts from step 0. An undamaged checkpoint that does not fit raises, since
+    an older one would not fit either.
+
+    Args:
+        run: The run folder.
+        load: Function of a `Commit` that restores its state.
+        at_most: Largest step to load; None for no limit. Checkpoints of weights alone are skipped
+            too.
+
+    Returns:
+        The step (None if there is none) and a message about each damaged checkpoint.
     """
     troubles: list[str] = []
     for step in reversed(commits.readable_steps(run)):

@@ -57,14 +57,27 @@ def save(
 ) -> Manifest:
     """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
-    `state` maps names to modules, objects with a state_dict, random generators of torch, NumPy and
-    Python, tensors, arrays and numbers. The module named "model" is written to model.safetensors,
-    as other programs read it. `attributes` are the plain attributes of modules, by the name of the
-    module, as `encode_storable` returns them; by default none are saved. The function returns once
-    the checkpoint is on disk; an earlier checkpoint of the same step is replaced. Only one process
-    may save into a folder at a time, since leftovers of a killed save are deleted. Raises TaskError
-    for a value that a checkpoint cannot hold, NumbersError for a trained parameter that is not
-    finite, StorageError when the disk refuses; earlier checkpoints stay unchanged.
+    The function returns once the checkpoint is on disk; an earlier checkpoint of the same step is
+    replaced. Only one process may save into a folder at a time, since leftovers of a killed save
+    are deleted.
+
+    Args:
+        folder: The folder of the checkpoints.
+        step: Number of the step.
+        state: Modules, objects with a state_dict, random generators of torch, NumPy and Python,
+            tensors, arrays and numbers, by name. The module named "model" is written to
+            model.safetensors, as other programs read it.
+        stamp: Facts of the run for the manifest, such as the score.
+        attributes: Plain attributes of modules, by the name of the module, as `encode_storable`
+            returns them; by default none are saved.
+
+    Returns:
+        The manifest of the checkpoint.
+
+    Raises:
+        TaskError: For a value that a checkpoint cannot hold.
+        NumbersError: For a trained parameter that is not finite.
+        StorageError: When the disk refuses; earlier checkpoints stay unchanged.
     """
     content, _ = content_of(step, state, attributes)
     with contextlib.suppress(OSError):  # `commit` reports what the disk refuses

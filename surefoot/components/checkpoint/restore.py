@@ -73,12 +73,22 @@ def load(
 ) -> RestoreResult | None:
     """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
 
-    Modules, objects with a state_dict, random generators, tensors and arrays are restored in place.
+    Every byte is verified against its digest. A damaged checkpoint is set aside and the previous
+    one is loaded.
 
-    Returns None if `folder` has no checkpoint. Every byte is verified against its digest; a damaged
-    checkpoint is set aside and the previous one is loaded. Raises RunFolderError, before any object
-    changes, if the checkpoint is of other objects, shapes or dtypes, or if that of `step` is
-    missing or damaged.
+    Args:
+        folder: The folder given to `save`.
+        state: Objects by name, as given to `save`. Modules, objects with a state_dict, random
+            generators, tensors and arrays are restored in place.
+        step: The step to load; None for the newest undamaged one.
+
+    Returns:
+        The step, the other values, and a message about each damaged checkpoint; None if `folder`
+        has no checkpoint.
+
+    Raises:
+        RunFolderError: Before any object changes, if the checkpoint is of other objects, shapes or
+            dtypes, or if that of `step` is missing or damaged.
     """
     found: list[Mapping[str, Any]] = []
     run = Path(folder)
@@ -93,8 +103,17 @@ def load(
 def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = False) -> Manifest:
     """Read weights and buffers of model.safetensors into `model`, with equal names and shapes.
 
-    The dtypes must be equal too; with `widen`, bf16 may be read into fp32. Raises RunFolderError,
-    before the model changes, if the weights do not fit or a file is damaged.
+    Args:
+        model: The model, changed in place.
+        folder: The folder of the checkpoints.
+        step: The step of the checkpoint.
+        widen: Allow bf16 to be read into fp32; otherwise the dtypes must be equal too.
+
+    Returns:
+        The manifest of the checkpoint.
+
+    Raises:
+        RunFolderError: Before the model changes, if the weights do not fit or a file is damaged.
     """
     one = Commit(Path(folder), step)
     stored = one.pieces(MODEL)

@@ -101,7 +101,7 @@ def compile_regions(
         mode: The mode of torch.compile.
         dynamic: Whether sizes may differ from call to call; None leaves that to torch, which
             assumes it after the second size.
-        on_failure: What happens to a region that cannot be compiled: "eager" runs it in eager mode
+        on_failure: Handling of a region that cannot be compiled: "eager" runs it in eager mode
             from then on, "stop" raises TaskError.
         deterministic: Restrict the compiler to choices that another process makes too.
         backend: The backend of torch.compile.

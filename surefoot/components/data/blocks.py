@@ -28,10 +28,16 @@ class BlockShuffle:
     """Seekable, shuffled order of the samples in shards of `sizes`; a lookup takes O(log S).
 
     Samples are numbered consecutively through the shards. The object is called like a
-    `Permutation`, and each sample occurs once. With `window` 1 the shards are read one after the
-    other, each shuffled; with `window` equal to the number of shards the order is a full
-    permutation. Another key gives a different order. Raises DataError for empty shards, and for a
-    window under 1.
+    `Permutation`, and each sample occurs once.
+
+    Args:
+        sizes: Number of samples of each of the S shards.
+        key: Seed of the order; another key gives a different order.
+        window: Number of shards that are mixed at a time. With 1 the shards are read one after the
+            other, each shuffled; with S the order is a full permutation.
+
+    Raises:
+        DataError: For empty shards, and for a window under 1.
 
     >>> BlockShuffle([2, 2, 2], key=0, window=1)(np.arange(6)).tolist()
     [1, 0, 3, 2, 5, 4]
@@ -103,8 +109,12 @@ class BlockShuffle:
 class Order:
     """Sample order of a whole run: a new permutation of `n` samples in each epoch.
 
-    If not shuffled, the order is 0..n-1. With a `window`, it is a `BlockShuffle` of chunks of
-    `chunk` consecutive samples, `window` chunks at a time.
+    Args:
+        n: Number of samples.
+        seed: Seed of the permutations.
+        shuffle: False for the order 0..n-1 in each epoch.
+        chunk: Number of consecutive samples of a chunk, the shard of a `BlockShuffle`.
+        window: Number of chunks that are mixed at a time; 0 for a full permutation.
     """
 
     n: int
@@ -152,9 +162,14 @@ class Mixing:
 
 
 def measure_mixing(samples: np.ndarray, sizes: Sequence[int]) -> Mixing:
-    """Measure how a whole order, (N,) int64, mixes the samples of shards with `sizes` samples.
+    """Measure how a whole order mixes the samples of shards.
 
-    Raises DataError for fewer than 3 samples, or for a different number than the shards hold.
+    Args:
+        samples: The samples in the order in which they are read, (N,) int64.
+        sizes: Number of samples of each shard.
+
+    Raises:
+        DataError: For fewer than 3 samples, or for a different number than the shards hold.
     """
     count = len(samples)
     if count < 3 or count != sum(sizes):

@@ -71,11 +71,21 @@ WHOLE = Share()
 class Feed:
     """Samples of each step, as a pure function of (order, batch, ramp).
 
-    The sequence therefore does not change with workers or restarts. `ramp` holds (samples, batch):
-    after that many samples, counted over all epochs, a step has that batch size; the last one is
-    `batch`. Without `microbatch` a step is split as `share` says; `share` also selects the
-    microbatches of this rank. `drop_last` leaves out the short last batch of each epoch, which has
-    `dropped` samples; it cannot be combined with a ramp.
+    The sequence therefore does not change with workers or restarts.
+
+    Args:
+        source: The data.
+        order: The sample order.
+        batch: Samples per step, of all ranks together.
+        microbatch: Samples per microbatch; None splits a step as `share` says.
+        drop_last: Leave out the short last batch of each epoch, which has `dropped` samples; it
+            cannot be combined with a ramp.
+        ramp: (samples, batch) of each change of the batch size: after that many samples, counted
+            over all epochs, a step has that batch size; the last one is `batch`.
+        share: The microbatches of a step that this rank reads.
+
+    Raises:
+        DataError: If `drop_last` leaves no batch.
     """
 
     def __init__(
@@ -251,6 +261,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with every tensor in its tuples, lists and dicts on `device`.
 
     Any other object that has a `to` method is moved as well.
+
+    Args:
+        batch: Tensors in tuples, lists and dicts, or any other object.
+        device: The device; copies from pinned memory do not wait for it.
     """
     return map_tensors(
         batch,

@@ -116,6 +116,11 @@ class Keys:
     """Random draws for one batch that depend on (seed, epoch, sample) alone.
 
     Any worker, rank or restart gives the same pixels.
+
+    Args:
+        seed: Seed of the run.
+        epoch: Number of the epoch, from 0.
+        ids: Numbers of the samples in the batch, (B,) int64.
     """
 
     seed: int

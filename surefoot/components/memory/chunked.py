@@ -31,8 +31,7 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of `linear(hidden, weight, bias)` in nats, and the number of
-    targets it sums over.
+    """Return the summed cross-entropy of `linear(hidden, weight, bias)` without all logits at once.
 
     The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(),
     targets, reduction="sum")`; under autocast the matmuls run in its dtype. The result can be
@@ -46,6 +45,9 @@ def linear_cross_entropy(
         chunk: Rows at a time; None takes as many as fit into 16 MiB of fp32 logits, at least 64.
         ignore_index: Targets of this value are left out.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        The sum in nats, and the number of targets in it.
 
     Raises:
         InputError: For shapes that do not fit, targets that are not integers, and a chunk or

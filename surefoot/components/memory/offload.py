@@ -16,12 +16,15 @@ MIN_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than i
 
 
 class Offloaded:
-    """A wrapper of `loss(model, batch)` that offloads the tensors saved by autograd to the host,
-    and copies them back in the backward pass.
+    """Wrapper of a loss that offloads the tensors saved by autograd to the host.
 
-    Weights, buffers, the batch and tensors under 64 KiB stay on the device. The copies go through
-    pinned memory, on the stream that computes: no copy overtakes the computation of its tensor, and
-    the step waits for the copies. `num_bytes` counts the bytes that were offloaded.
+    They are copied back in the backward pass. Weights, buffers, the batch and tensors under 64 KiB
+    stay on the device. The copies go through pinned memory, on the stream that computes: no copy
+    overtakes the computation of its tensor, and the step waits for the copies. `num_bytes` counts
+    the bytes that were offloaded.
+
+    Args:
+        loss: Function of (model, batch).
     """
 
     def __init__(self, loss: Callable[[Any, Any], Any]) -> None:

@@ -97,11 +97,11 @@ class RecomputeHandle:
 def recompute(
     model: nn.Module, how: str = "full", *, blocks: Sequence[str | nn.Module] = ()
 ) -> RecomputeHandle:
-    """Turn on activation checkpointing for the blocks of `model`: recompute their activations in
-    the backward pass.
+    """Turn on activation checkpointing for the blocks of a model.
 
-    Gradients stay bitwise identical. The model keeps the names of its parameters and its hooks. In
-    a forward pass with gradients, `config.use_cache` is off in the modules around the blocks.
+    Their activations are recomputed in the backward pass. Gradients stay bitwise identical. The
+    model keeps the names of its parameters and its hooks. In a forward pass with gradients,
+    `config.use_cache` is off in the modules around the blocks.
 
     Args:
         model: The model, changed in place.

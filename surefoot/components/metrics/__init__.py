@@ -21,7 +21,14 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean, total / count, as its two parts."""
+    """Mean of merged batches, as two parts: total and count.
+
+    Args:
+        total: Sum over the items; a scalar tensor or a number.
+        count: Number of items; the value is None while it is 0.
+        better: Whether a "higher" or a "lower" value is better.
+        unit: Unit for display; with "%" the value is shown times 100.
+    """
 
     total: Tensor | float
     count: Tensor | float
@@ -46,7 +53,14 @@ class Mean:
 
 
 class Perplexity(Mean):
-    """exp(total nats / count), of the whole data set and not the mean over batches."""
+    """Perplexity exp(total / count), of the whole data set and not the mean over batches.
+
+    Args:
+        total: Summed negative log-likelihood in nats.
+        count: Number of tokens.
+        better: Whether a "higher" or a "lower" value is better; `perplexity` gives "lower".
+        unit: Unit for display.
+    """
 
     def value(self) -> float | None:
         mean = super().value()
@@ -54,7 +68,14 @@ class Perplexity(Mean):
 
 
 class BitsPerByte(Mean):
-    """total nats / (count of bytes * ln 2)."""
+    """Bits per byte, total / (count * ln 2), of the whole data set.
+
+    Args:
+        total: Summed negative log-likelihood in nats.
+        count: Number of bytes of the text.
+        better: Whether a "higher" or a "lower" value is better; `bits_per_byte` gives "lower".
+        unit: Unit for display.
+    """
 
     def value(self) -> float | None:
         mean = super().value()
@@ -64,8 +85,12 @@ class BitsPerByte(Mean):
 def accuracy(logits: Tensor, labels: Tensor) -> Mean:
     """Return the share of samples whose largest logit is at the label.
 
-    `logits` (B, C) and `labels` (B,), or (B, T, C) and (B, T); labels of -100 are left out. Raises
-    TaskError for other shapes.
+    Args:
+        logits: (B, C) or (B, T, C), with at least 2 classes.
+        labels: Classes (B,) or (B, T); samples labeled -100 are left out.
+
+    Raises:
+        TaskError: For other shapes.
     """
     return top_k(logits, labels, 1)
 
@@ -73,8 +98,13 @@ def accuracy(logits: Tensor, labels: Tensor) -> Mean:
 def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
     """Return the share of samples whose label is among the `k` largest logits.
 
-    Shapes as in `accuracy`; labels of -100 are left out. Raises TaskError for other shapes, and for
-    fewer classes than `k`.
+    Args:
+        logits: (B, C) or (B, T, C), with at least 2 classes.
+        labels: Classes (B,) or (B, T); samples labeled -100 are left out.
+        k: Number of logits, from 1 to C.
+
+    Raises:
+        TaskError: For other shapes, and for fewer classes than `k`.
     """
     _check_shapes(logits, labels)
     if not 1 <= k <= logits.shape[-1]:
@@ -107,18 +137,33 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
 
 
 def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
-    """Return exp(total / count) of a summed negative log-likelihood in nats, as a partial."""
+    """Return exp(total / count) of a summed negative log-likelihood, as a partial.
+
+    Args:
+        total_nats: Negative log-likelihood in nats, summed over the tokens.
+        count: Number of tokens.
+    """
     return Perplexity(_held(total_nats), count, better="lower")
 
 
 def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerByte:
-    """Return the bits per byte of a summed negative log-likelihood in nats over `count` bytes, as a
-    partial."""
+    """Return the bits per byte of a summed negative log-likelihood, as a partial.
+
+    Args:
+        total_nats: Negative log-likelihood in nats, summed over the tokens.
+        count: Number of bytes of the text.
+    """
     return BitsPerByte(_held(total_nats), count, better="lower")
 
 
 def mean_of(total: Tensor | float, count: Tensor | float, *, better: Better = "lower") -> Mean:
-    """Return any mean as a partial, from its total and its count."""
+    """Return any mean as a partial, from its total and its count.
+
+    Args:
+        total: Sum over the items; a scalar tensor, which is detached, or a number.
+        count: Number of items.
+        better: Whether a "higher" or a "lower" mean is better.
+    """
     return Mean(_held(total), count, better=better)
 
 
@@ -129,11 +174,19 @@ def _held(total: Tensor | float) -> Tensor | float:
 
 
 class FromTorchmetrics:
-    """A torchmetrics metric as a partial that can be merged:
-    `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
+    """Partial of a torchmetrics metric, which merges with those of other batches and ranks.
 
-    Raises MissingExtra without torchmetrics. The states of the metric must be of kinds torchmetrics
-    can merge (`Metric.merge_state`).
+    Example: `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
+
+    Args:
+        metric: A `torchmetrics.Metric` whose states are of kinds that `Metric.merge_state` can
+            merge.
+        better: Whether a "higher" or a "lower" value is better; None reads
+            `metric.higher_is_better`, and is "higher" where the metric leaves that open.
+
+    Raises:
+        MissingExtra: Without torchmetrics.
+        TaskError: For an object of another type.
     """
 
     def __init__(self, metric: Any, *, better: Better | None = None) -> None:

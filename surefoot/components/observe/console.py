@@ -58,8 +58,15 @@ class _Count(ProgressColumn):
 
 
 class Console:
-    """Display of a run on `stream` (stderr): nothing when quiet, a progress bar at a terminal,
-    plain lines elsewhere."""
+    """Display of a run: a progress bar at a terminal, plain lines elsewhere.
+
+    Args:
+        total_steps: Number of steps of the run; None where it is unknown.
+        unit: Unit of the throughput, such as "samples".
+        quiet: Show nothing.
+        stream: Stream of the display; None for stderr.
+        done_steps: Number of steps of earlier attempts.
+    """
 
     def __init__(
         self,

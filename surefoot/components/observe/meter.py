@@ -53,8 +53,10 @@ class Summary:
 
 
 class Meter:
-    """Collector of step reports; `take` reads them (the only wait for the device) and starts a new
-    window."""
+    """Collector of step reports for one window of steps.
+
+    `take` reads the reports, the only wait for the device, and starts a new window.
+    """
 
     def __init__(self) -> None:
         self._reports: list[StepReport] = []

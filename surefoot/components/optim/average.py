@@ -17,11 +17,10 @@ from surefoot.core.errors import RunFolderError
 
 
 class WeightAverage:
-    """An EMA of the weights: average = d * average + (1 - d) * weights, with d = min(decay, (1 + n)
-    / (10 + n)) after n updates.
+    """EMA of the weights: average = d * average + (1 - d) * weights.
 
-    That ramp of d is the one of tf.train.ExponentialMovingAverage. The averages start as the
-    weights are when this is built.
+    d is min(decay, (1 + n) / (10 + n)) after n updates, the ramp of
+    tf.train.ExponentialMovingAverage. The averages start as the weights are when this is built.
 
     Args:
         parameters: The parameters to average.

@@ -79,8 +79,11 @@ def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_trained(model: nn.Module) -> list[GroupedParameter]:
-    """Return every parameter that requires a gradient, tied ones once, with its kind. Raises
-    TaskError for an expanded parameter."""
+    """Return every parameter that requires a gradient, tied ones once, with its kind.
+
+    Raises:
+        TaskError: For an expanded parameter.
+    """
     kinds: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and any(
@@ -153,11 +156,22 @@ def build_groups(
     no_decay: Sequence[str] = (),
     lr_multipliers: Mapping[str, float] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return groups for a torch optimizer, with `params`, `names`, `weight_decay` and `rate`.
+    """Return parameter groups for a torch optimizer.
 
-    `rate` is the learning-rate multiplier. Norms, biases and embeddings have no weight decay, nor
-    do parameters that match `no_decay`. Of several patterns in `lr_multipliers` that match a
-    parameter, the last one counts. Raises SpecError for a pattern that matches nothing.
+    Norms, biases and embeddings have no weight decay.
+
+    Args:
+        trained: The parameters, as `find_trained` returns them.
+        weight_decay: Weight decay of all other parameters.
+        no_decay: Name patterns of further parameters without weight decay.
+        lr_multipliers: Learning-rate multiplier by name pattern; of several patterns that match a
+            parameter, the last one counts.
+
+    Returns:
+        Groups with `params`, `names`, `weight_decay` and `rate`, the learning-rate multiplier.
+
+    Raises:
+        SpecError: For a pattern that matches nothing.
     """
     rates = lr_multipliers or {}
     _refuse_idle([*no_decay], trained, "no_decay")

@@ -26,10 +26,16 @@ NARROW = torch.bfloat16
 def store_narrow(
     model: nn.Module, *, wide: Collection[nn.Module] = (), with_masters: bool = True
 ) -> list[str]:
-    """Store the fp32 parameters of `model` in bf16, except those of norms and of the modules
-    `wide`; return their names.
+    """Store the fp32 parameters of a model in bf16, except those of norms.
 
-    Trained parameters get a master, unless `with_masters` is false: small updates are then lost.
+    Args:
+        model: The model, changed in place.
+        wide: Modules whose parameters stay in fp32.
+        with_masters: Give each trained parameter an fp32 master; without one, small updates are
+            lost.
+
+    Returns:
+        The names of the parameters that were stored in bf16.
     """
     left = {
         id(parameter)

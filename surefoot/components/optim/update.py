@@ -34,15 +34,26 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 class GuardedUpdate:
-    """An update that multiplies summed gradients by the factor that makes them means, and applies
-    them if they are finite.
+    """Optimizer step that divides summed gradients by their count and skips non-finite ones.
 
-    `clip` limits the global norm (0: no limit), `clip_value` the absolute value of each element
-    (None: no limit). `curve(applied_steps)` multiplies every group's learning rate,
-    `momentum_curve(applied_steps)` replaces its momentum (one-cycle). `on_device` None lets any
-    device but a CPU decide whether to apply an update, which needs `total_steps`. Groups, states
-    and, without a curve, learning rates are read from the optimizers at every step, so that changes
-    by other code count. Raises SpecError for an invalid `clip` or `clip_value`.
+    Groups, states and, without a curve, learning rates are read from the optimizers at every step,
+    so that changes by other code count.
+
+    Args:
+        optimizers: The optimizers, which step together.
+        clip: Limit of the global norm; 0 for no limit.
+        clip_value: Limit of the absolute value of each element; None for no limit.
+        curve: Function of the number of applied steps that returns a multiplier of every group's
+            learning rate.
+        momentum_curve: Function of the number of applied steps that returns every group's momentum
+            (one-cycle).
+        total_steps: Number of steps of the run, for `on_device`.
+        on_device: Decide on the device whether to apply a step, so that the host does not wait;
+            None does so on any device but a CPU. It needs fused optimizers and `total_steps`, and
+            no `momentum_curve`.
+
+    Raises:
+        SpecError: For an invalid `clip` or `clip_value`, and for a curve that is not finite.
     """
 
     def __init__(

@@ -22,10 +22,16 @@ Slot = tuple[nn.Module, str]
 
 
 class JoinedBuffers:
-    """Synchronization of a model's buffers: every rank calls `keep` before and `join` after the
-    forward passes of a step.
+    """Synchronization of a model's buffers over the ranks of a group.
 
-    Buffers that are not running statistics take the values of rank 0.
+    Every rank calls `keep` before and `join` after the forward passes of a step. Buffers that are
+    not running statistics take the values of rank 0.
+
+    Args:
+        model: The model.
+        group: The ranks.
+        joins_norms: False gives running statistics the values of rank 0 too.
+        virtual: Virtual ranks; `end_one` must then be called after each of them.
     """
 
     def __init__(
@@ -36,11 +42,7 @@ class JoinedBuffers:
         joins_norms: bool = True,
         virtual: VirtualRanks | None = None,
     ) -> None:
-        """Find the running statistics and the other buffers of `model`.
-
-        Without `joins_norms`, running statistics take the values of rank 0 too. With `virtual`,
-        `end_one` must be called after each virtual rank.
-        """
+        """Find the running statistics and the other buffers of `model`."""
         self._group, self._virtual = group, virtual
         self._ended: list[list[Tensor]] = []  # the statistics at the end of each virtual rank
         norms = [

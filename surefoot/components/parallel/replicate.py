@@ -58,8 +58,7 @@ class Bucket:
 
 
 class Replicas:
-    """All-reduce of the gradients of `parameters` over the ranks of `group`, overlapped with the
-    backward pass.
+    """All-reduce of gradients over the ranks of a group, overlapped with the backward pass.
 
     Call `arm()` before the last backward pass of a step and `finish()` after it: then each gradient
     is the sum over all ranks, bitwise identical on each. A parameter without a gradient on some

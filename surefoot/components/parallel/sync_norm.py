@@ -22,8 +22,10 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncNorm(_BatchNorm):
-    """A BatchNorm over the ranks of `group`, in training; every rank must call it equally often.
-    With one rank it is a BatchNorm."""
+    """BatchNorm over the ranks of `group`, in training; every rank must call it equally often.
+
+    With one rank it is a BatchNorm. The arguments are those of torch's BatchNorm.
+    """
 
     group: Group = ALONE
 

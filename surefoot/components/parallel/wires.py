@@ -26,8 +26,12 @@ TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 @dataclass(frozen=True)
 class Compression:
-    """The compression of gradients before they are sent; `rank` is the number of columns of P and Q
-    with powersgd."""
+    """Compression of gradients before they are sent.
+
+    Args:
+        kind: "none", "bf16", "fp16" or "powersgd" (Vogels et al. 2019, arXiv 1905.13727).
+        rank: Number of columns of P and Q with powersgd.
+    """
 
     kind: Literal["none", "bf16", "fp16", "powersgd"] = "none"
     rank: int = 4

@@ -77,11 +77,12 @@ class UnderflowShare:
 
 
 class Watch:
-    """A context that checks the inputs and outputs of every module without children, and their
-    gradients.
+    """Context that checks the inputs, outputs and gradients of every module without children.
 
-    `scale` is the loss scale inside the block; `scales` are those for which `flushed` reports
-    shares.
+    Args:
+        model: The model.
+        scale: Loss scale inside the block.
+        scales: Loss scales for which `flushed` reports shares.
     """
 
     def __init__(
@@ -230,8 +231,13 @@ def advise_scale(rows: Iterable[UnderflowShare]) -> float:
 def count_lost(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return, by parameter, the share of values that did not change though the update should have
-    changed them (`moved` is not 0)."""
+    """Return, by parameter, the share of updated values that did not change.
+
+    Args:
+        before: Parameters before the update, by name.
+        after: Parameters after the update, by name.
+        moved: Updates by name, not 0 where a value should have changed.
+    """
     found = {}
     for name, old in before.items():
         meant = moved[name] != 0
@@ -241,8 +247,14 @@ def count_lost(
 
 
 def was_clipped_first(norm: float, *, scale: float, clip: float) -> bool:
-    """Return whether gradients were clipped before they were divided by the loss scale: their norm
-    is then exactly `clip / scale`.
+    """Return whether gradients were clipped before they were divided by the loss scale.
+
+    Their norm is then exactly `clip / scale`.
+
+    Args:
+        norm: Norm of the gradients after both.
+        scale: The loss scale.
+        clip: The limit of the norm.
 
     >>> was_clipped_first(1.0 / 65536, scale=65536.0, clip=1.0)
     True

@@ -141,12 +141,18 @@ def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool
 def compute_context(
     compute: Compute, device: torch.device
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a factory of contexts for the forward pass: a null context for 32 bits, autocast for
-    the others (torch.amp on `device`).
+    """Return a factory of contexts for the forward pass: autocast, or a null context for 32 bits.
 
-    From the first such context on, softmax, norms and sums stay fp32 on a CPU as they do on a GPU,
-    in the whole process. tf32 also needs `set_products`, float8 a conversion of the layers. Raises
-    InputError for another name; "auto" is resolved by `choose`.
+    After the first call for autocast on a CPU, softmax, norms and sums stay fp32 there as they do
+    on a GPU, in the whole process.
+
+    Args:
+        compute: The number format. "tf32" also needs `set_products`, "float8" a conversion of the
+            layers; "auto" is resolved by `choose`.
+        device: Device of torch.amp.
+
+    Raises:
+        InputError: For another name.
     """
     if compute not in get_args(Compute):
         hint = (

@@ -121,10 +121,13 @@ ROLES = ("storage", "compute", "gradient", "reduce", "master", "state")
 
 
 class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that records the dtypes of every operator of a forward and backward pass.
+    """Context that records the dtypes of every operator of a forward and backward pass.
 
-    With `tf32`, fp32 matmuls are reported as tf32. Gradients are observed by hooks, which do not
-    work with a step as one graph; without `hooked`, `see_update` reads their dtypes.
+    Args:
+        model: The model.
+        tf32: Report fp32 matmuls as tf32.
+        hooked: Observe gradients by hooks, which do not work with a step as one graph; without
+            them, `see_update` reads their dtypes.
     """
 
     def __init__(self, model: nn.Module, *, tf32: bool = False, hooked: bool = True) -> None:

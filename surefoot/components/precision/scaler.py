@@ -28,11 +28,19 @@ LARGEST = 2.0**127  # the largest power of two in fp32
 
 
 class LossScaler:
-    """A loss scale that halves on overflow and doubles after `growth_interval` steps without; a
-    power of two, so that scaling is exact.
+    """Loss scale that halves on overflow and doubles after enough steps without one.
 
-    With a `device`, scale and step count are tensors there, and the host does not wait for them.
-    Below `floor`, `is_exhausted` is true and a run should end.
+    It is a power of two, so that scaling is exact.
+
+    Args:
+        initial: First scale, a power of two.
+        growth_interval: Number of consecutive steps without overflow after which the scale doubles.
+        floor: Least scale; below it `is_exhausted` is true and a run should end.
+        device: Device on which scale and step count are tensors, for which the host does not wait;
+            None keeps them as numbers.
+
+    Raises:
+        InputError: For a scale that is not a power of two.
     """
 
     def __init__(

@@ -40,6 +40,10 @@ class Guard:
 
     Reports are judged together when a window is read, so that on an asynchronous device the host
     waits for no single step.
+
+    Args:
+        table: The table [stability] of a spec.
+        min_scale: Loss scale below which the run ends.
     """
 
     def __init__(self, table: StabilityTable, *, min_scale: float = 0.0) -> None:

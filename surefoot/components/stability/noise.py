@@ -62,8 +62,11 @@ class Noise:
 
 
 class GradientNoise:
-    """Collector, for each step, of the squared gradient norms of a part of its batch and of the
-    whole batch."""
+    """Collector of squared gradient norms, of a part of each batch and of the whole batch.
+
+    Args:
+        most: Number of newest steps in the estimate.
+    """
 
     def __init__(self, most: int = MOST) -> None:
         self._unread: deque[tuple[float | Tensor, float | Tensor, int, int]] = deque(maxlen=most)

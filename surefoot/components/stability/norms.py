@@ -24,8 +24,7 @@ def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[str]:
-    """Replace every BatchNorm of `model` by a GroupNorm with its weight and bias; return the names
-    of the replaced modules.
+    """Replace every BatchNorm of a model by a GroupNorm with its weight and bias.
 
     Running statistics are dropped: each sample is normalized separately, in training as in
     evaluation, so that the split of a batch changes nothing. Call it before the optimizer is built.
@@ -34,6 +33,9 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
         model: The model, changed in place.
         to: "group" for the most groups that divide the channels, at most 32, with at least 8
             channels each; "layer" for one group, which is LayerNorm over channels and positions.
+
+    Returns:
+        The names of the replaced modules.
 
     Raises:
         SpecError: For another `to`.

@@ -135,11 +135,26 @@ def retain(
     keep_best: int = 1,
     budget_bytes: int | None = None,
 ) -> list[int]:
-    """Delete the checkpoints that need not be kept, oldest first; return their steps.
+    """Delete the checkpoints that need not be kept, oldest first.
 
-    The newest checkpoint is verified first: if it is damaged, nothing is deleted. The newest `keep`
-    are kept, at least two, since one of them may turn out damaged. Raises InputError for a `keep`
-    below 1.
+    The newest checkpoint is verified first: if it is damaged, nothing is deleted.
+
+    Args:
+        run: The run folder.
+        keep: Number of newest checkpoints to keep; at least two are kept, since one of them may
+            turn out damaged.
+        every: Keep the checkpoints of steps that are multiples of this; None for none.
+        every_s: Keep the first checkpoint after each multiple of this many seconds of training;
+            None for none.
+        keep_best: Number of checkpoints with the best scores to keep.
+        budget_bytes: Most bytes of all checkpoints; the oldest are deleted until the others fit,
+            except the newest two and the best. None for no limit.
+
+    Returns:
+        The steps of the deleted checkpoints.
+
+    Raises:
+        InputError: For a `keep` below 1.
     """
     if keep < 1:
         raise InputError(

@@ -92,9 +92,12 @@ ScheduleTable = Annotated[ScheduleSettings, BeforeValidator(_read_schedule)]
 
 
 class RunSpec(SpecTable):
-    """The specification of a run, such as `RunSpec(task={"use": "digits"}, train={"batch": 64})`.
+    """Specification of a run, such as `RunSpec(task={"use": "digits"}, train={"batch": 64})`.
 
-    Raises SpecError.
+    The arguments are the tables of a spec; docs/reference/spec.md lists their keys.
+
+    Raises:
+        SpecError: For a key or value that is not allowed.
     """
 
     task: TaskTable = TaskTable()

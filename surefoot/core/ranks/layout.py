@@ -20,8 +20,13 @@ Transport = Literal["auto", "shared_memory", "gloo"]  # of ranks on CPUs
 class Layout:
     """Ranks per axis, and what the shard axis splits.
 
-    Stage 1 splits the optimizer state, 2 also gradients, 3 also weights, as in ZeRO (Rajbhandari et
-    al., 2020). Adjacent ranks share a shard axis: `replicate` is the outer axis.
+    Adjacent ranks share a shard axis: `replicate` is the outer axis.
+
+    Args:
+        replicate: Number of replicas of the state.
+        shard: Number of ranks that share one replica.
+        stage: ZeRO stage (Rajbhandari et al., 2020): 1 splits the optimizer state, 2 also
+            gradients, 3 also weights.
 
     >>> Layout.parse("replicate=2,shard=2,stage=1").world_size
     4

@@ -27,6 +27,10 @@ BatchRule = Literal["linear", "sqrt"]
 def constant(step: int, factor: float = 1.0) -> float:
     """Return `factor` at every step.
 
+    Args:
+        step: Number of applied updates, from 0.
+        factor: Multiplier of the base learning rate.
+
     >>> constant(0), constant(10**6, factor=0.1)
     (1.0, 0.1)
     """
@@ -35,6 +39,12 @@ def constant(step: int, factor: float = 1.0) -> float:
 
 def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> float:
     """Return start + (floor - start) t/T, a straight line, as torch's LinearLR.
+
+    Args:
+        step: Number of applied updates (t), from 0.
+        length: Number of steps (T) from `start` to `floor`.
+        start: Multiplier at step 0.
+        floor: Multiplier from step T on.
 
     >>> [linear(step, 4) for step in (0, 1, 4, 9)]
     [1.0, 0.75, 0.0, 0.0]
@@ -48,6 +58,11 @@ def cosine(step: int, length: int, floor: float = 0.0) -> float:
     After T steps it stays at `floor`, where torch's CosineAnnealingLR rises again. Loshchilov and
     Hutter 2017, arXiv 1608.03983.
 
+    Args:
+        step: Number of applied updates (t), from 0.
+        length: Number of steps (T) from 1 to `floor`.
+        floor: Multiplier from step T on.
+
     >>> [round(cosine(step, 4, floor=0.1), 3) for step in (0, 1, 2, 4, 9)]
     [1.0, 0.868, 0.55, 0.1, 0.1]
     """
@@ -55,10 +70,15 @@ def cosine(step: int, length: int, floor: float = 0.0) -> float:
 
 
 def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) -> float:
-    """Return a cosine with warm restarts: the first cycle has `first` steps.
+    """Return a cosine with warm restarts, as torch's CosineAnnealingWarmRestarts.
 
-    Each later cycle is `factor` times as long as the one before. As torch's
-    CosineAnnealingWarmRestarts. Loshchilov and Hutter 2017, arXiv 1608.03983.
+    Loshchilov and Hutter 2017, arXiv 1608.03983.
+
+    Args:
+        step: Number of applied updates, from 0.
+        first: Number of steps of the first cycle.
+        factor: Length of each later cycle, in lengths of the cycle before it.
+        floor: Multiplier to which each cycle falls.
 
     >>> [cosine_restarts(step, 10, factor=2) for step in (0, 10, 30, 70)]  # lengths 10, 20, 40
     [1.0, 1.0, 1.0, 1.0]
@@ -75,7 +95,12 @@ def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) 
 
 
 def step_decay(step: int, every: int, factor: float = 0.1) -> float:
-    """Return factor^floor(t/S): multiplied by `factor` after each `every` steps, as torch's StepLR.
+    """Return factor^floor(t/S), as torch's StepLR.
+
+    Args:
+        step: Number of applied updates (t), from 0.
+        every: Number of steps (S) between two multiplications by `factor`.
+        factor: Multiplier of the value after each `every` steps.
 
     >>> [round(step_decay(step, 30), 3) for step in (0, 29, 30, 59, 60)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
@@ -84,7 +109,12 @@ def step_decay(step: int, every: int, factor: float = 0.1) -> float:
 
 
 def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> float:
-    """Return the value multiplied by `factor` at each (rising) milestone, as torch's MultiStepLR.
+    """Return the value multiplied by `factor` at each milestone, as torch's MultiStepLR.
+
+    Args:
+        step: Number of applied updates, from 0.
+        milestones: The steps of the multiplications, rising.
+        factor: Multiplier of the value at each milestone.
 
     >>> [multi_step(step, [30, 80], factor=0.5) for step in (29, 30, 79, 80)]
     [1.0, 0.5, 0.5, 0.25]
@@ -95,7 +125,10 @@ def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> flo
 def exponential(step: int, factor: float, every: int = 1) -> float:
     """Return factor^(t/S), a smooth decay; with `every` 1 as torch's ExponentialLR.
 
-    `factor` and `every` together define the time scale.
+    Args:
+        step: Number of applied updates (t), from 0.
+        factor: Multiplier of the value over each `every` steps.
+        every: Number of steps (S) in which the value is multiplied by `factor` once.
 
     >>> f"{0.1 * exponential(100, 0.95):.1e}", round(exponential(5, 0.25, every=10), 3)
     ('5.9e-04', 0.5)
@@ -105,6 +138,12 @@ def exponential(step: int, factor: float, every: int = 1) -> float:
 
 def polynomial(step: int, length: int, power: float = 1.0, floor: float = 0.0) -> float:
     """Return floor + (1 - floor) (1 - t/T)^power, as torch's PolynomialLR with a floor.
+
+    Args:
+        step: Number of applied updates (t), from 0.
+        length: Number of steps (T) from 1 to `floor`.
+        power: Exponent; 1 is a straight line.
+        floor: Multiplier from step T on.
 
     >>> [polynomial(step, 4, power=2) for step in (0, 2, 4, 9)]
     [1.0, 0.25, 0.0, 0.0]
@@ -117,6 +156,10 @@ def inverse_square_root(step: int, timescale: int) -> float:
 
     Vaswani et al. 2017, arXiv 1706.03762, section 5.3, scaled so that its peak is 1.
 
+    Args:
+        step: Number of applied updates (t), from 0.
+        timescale: Number of steps (S) after which the value is sqrt(1/2).
+
     >>> inverse_square_root(0, 100), inverse_square_root(300, 100)
     (1.0, 0.5)
     """
@@ -126,9 +169,14 @@ def inverse_square_root(step: int, timescale: int) -> float:
 def warmup(step: int, length: int, shape: WarmupShape = "linear", start: float = 0.01) -> float:
     """Return the rise to 1 over `length` updates.
 
-    Updates count from 1, so that the first one does not have an lr of 0. With n = t + 1: linear:
-    n/T. cosine: (1 - cos(pi n/T))/2. exponential: start^(1 - n/T). A length of 0 is no warm-up.
     Goyal et al. 2017, arXiv 1706.02677, section 2.2, there for large batches.
+
+    Args:
+        step: Number of applied updates (t), from 0. The formulas use n = t + 1, so that the first
+            update does not have an lr of 0.
+        length: Number of updates (T); 0 is no warm-up.
+        shape: "linear" is n/T, "cosine" (1 - cos(pi n/T))/2, "exponential" start^(1 - n/T).
+        start: Base of the exponential shape; the other shapes do not use it.
 
     >>> [warmup(step, 4) for step in (0, 1, 3, 4)], warmup(0, 0)
     ([0.25, 0.5, 1.0, 1.0], 1.0)
@@ -151,9 +199,15 @@ def warmup_stable_decay(
 ) -> float:
     """Return a warm-up, a constant phase at 1, and a decay to `floor`.
 
-    They take `warmup_length`, `stable` and `decay` steps. The decay is linear, cosine, or 1 -
-    sqrt(t/T). Hu et al. 2024, arXiv 2404.06395; the decay shapes: Hägele et al. 2024, arXiv
-    2405.18392.
+    Hu et al. 2024, arXiv 2404.06395; the decay shapes: Hägele et al. 2024, arXiv 2405.18392.
+
+    Args:
+        step: Number of applied updates, from 0.
+        warmup_length: Number of steps of the warm-up, which is linear.
+        stable: Number of steps at 1.
+        decay: Number of steps (T) of the decay.
+        floor: Multiplier at the end of the decay.
+        shape: Shape of the decay: "linear", "cosine", or "sqrt" for 1 - sqrt(t/T).
 
     >>> [warmup_stable_decay(step, 2, 4, 4) for step in (0, 1, 5, 6, 8, 10)]
     [0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
@@ -174,10 +228,18 @@ def one_cycle(
     final: float = 4e-6,
     shape: Shape = "cosine",
 ) -> float:
-    """Return one cycle: from `start` up to 1, then down to `final` at the last update (step T - 1).
+    """Return one cycle: from `start` up to 1, then down to `final` at the last update.
 
-    The maximum is at the share `peak` of the length. As torch's OneCycleLR with pct_start = peak,
-    div_factor = 1/start, final_div_factor = start/final. Smith and Topin 2018, arXiv 1708.07120.
+    As torch's OneCycleLR with pct_start = peak, div_factor = 1/start, final_div_factor =
+    start/final. Smith and Topin 2018, arXiv 1708.07120.
+
+    Args:
+        step: Number of applied updates, from 0.
+        length: Number of updates (T); the last one is step T - 1.
+        peak: Share of the length at which the maximum is.
+        start: Multiplier at step 0.
+        final: Multiplier at the last update.
+        shape: Shape of both phases: "cosine" or "linear".
 
     >>> [round(one_cycle(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
     [0.04, 1.0, 4e-06]
@@ -197,6 +259,14 @@ def one_cycle_momentum(
 
     The value is the momentum itself, not a multiplier.
 
+    Args:
+        step: Number of applied updates, from 0.
+        length: Number of updates.
+        peak: Share of the length at which the momentum is `low`.
+        low: Momentum where the learning rate is highest.
+        high: Momentum at both ends of the cycle.
+        shape: Shape of both phases: "cosine" or "linear".
+
     >>> [round(one_cycle_momentum(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
     [0.95, 0.85, 0.95]
     """
@@ -206,8 +276,12 @@ def one_cycle_momentum(
 def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier:
     """Return the curves one after another, each counting its steps from 0, as torch's SequentialLR.
 
-    Each piece is (curve, number of steps). Raises SpecError where the lengths do not add up to
-    `total`, the length of the run.
+    Args:
+        pieces: (curve, number of steps) of each piece; a curve maps a step to a multiplier.
+        total: Number of steps of the run.
+
+    Raises:
+        SpecError: For no pieces, a piece without steps, and lengths that do not add up to `total`.
 
     >>> rise, fall = lambda step: warmup(step, 2), lambda step: linear(step, 4)
     >>> curve = sequence([(rise, 2), (constant, 2), (fall, 4)], total=8)
@@ -232,12 +306,21 @@ def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """A multiplier that falls by `factor` at the `patience`-th consecutive check without
-    improvement.
+    """Multiplier that falls after `patience` consecutive checks without improvement.
 
-    It never falls below `least`. Better means below the best value so far by more than `threshold`
-    of it (above, in mode max); a non-finite value is not better. Torch's ReduceLROnPlateau lowers
-    one check later: its patience 10 is the eleventh bad check, here the tenth.
+    It is an immutable value: `observe` returns the next one. Torch's ReduceLROnPlateau lowers one
+    check later: its patience 10 is the eleventh bad check, here the tenth.
+
+    Args:
+        mode: "min" where a lower value is better, "max" where a higher one is.
+        factor: Multiplier of `multiplier` at each reduction.
+        patience: Number of consecutive checks without improvement after which the multiplier falls.
+        least: Lower limit of `multiplier`.
+        threshold: Least improvement, relative to the best value so far. A non-finite value is no
+            improvement.
+        best: Best value so far; None before the first finite one.
+        num_bad: Number of consecutive checks without improvement so far.
+        multiplier: Current multiplier of the learning rate.
 
     >>> plateau = Plateau(factor=0.5, patience=2)
     >>> for loss in (1.0, 0.9, 0.9, 0.9):
@@ -277,9 +360,14 @@ class Plateau:
 def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> float:
     """Return the multiplier of an lr tuned for a batch of `reference`, when used for `batch`.
 
-    It is their ratio, or the square root of that. Linear for SGD: P. Goyal et al., "Accurate, Large
-    Minibatch SGD", 2017. The root for Adam and its variants: S. Malladi et al., "On the SDEs and
-    Scaling Rules for Adaptive Gradient Algorithms", 2022. A batch is that of all ranks together.
+    Linear for SGD: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. The root for Adam and
+    its variants: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
+    Algorithms", 2022.
+
+    Args:
+        batch: Samples per step, of all ranks together.
+        reference: Samples per step for which the learning rate was tuned.
+        rule: "linear" for the ratio of the two, "sqrt" for its square root.
 
     >>> scale_to_batch(1024, 256), scale_to_batch(1024, 256, "sqrt"), scale_to_batch(64, 256)
     (4.0, 2.0, 0.25)

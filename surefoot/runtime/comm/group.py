@@ -43,10 +43,22 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Group:
-    """Rank `rank` of `size`, and the collectives of the group.
+    """Rank of a process group, and the collectives of the group.
 
-    All ranks must call the same methods in the same order. Raises LostRank if another rank has
-    failed.
+    All ranks must call the same methods in the same order. A method raises LostRank if another rank
+    has failed. `join` and `lay_out` return groups.
+
+    Args:
+        rank: Number of this rank, from 0.
+        size: Number of ranks.
+        device: Device of the tensors.
+        flight: Flight record of this rank, which its launcher reads; None without a launcher.
+        channel: torch's process group of these ranks; None for all ranks.
+        roll: Function that describes unreachable ranks, for error messages.
+        traffic: Bytes of the tensors in collectives, by kind of collective.
+        waiting: Time spent in collectives.
+        memory: Collectives in shared memory, where all ranks are processes of one host; None for
+            those of torch.
     """
 
     rank: int = 0

@@ -47,25 +47,30 @@ def join(
     timeout_s: float,
     transport: Transport = "auto",
 ) -> Iterator[Group]:
-    """Return a context with the group of all ranks; a rank waits `wait_s` for the others to join.
+    """Return a context with the group of all ranks.
 
-    A collective waits `timeout_s`. gloo joins CPUs, or shared memory if all are on one host
-    (`host_memory`); NCCL joins GPUs. Raises InputError for an invalid address, a port in use, and,
-    by number, ranks that do not join; LostRank if a rank fails before all have joined.
+    Args:
+        here: Rank, size and addresses of this process, as `this_rank` returns them.
+        device: Device of the tensors; NCCL joins GPUs.
+        wait_s: Seconds that a rank waits for the others to join.
+        timeout_s: Seconds that a collective waits.
+        transport: Transport of ranks on CPUs: "gloo", "shared_memory", or "auto" for shared memory
+            if all ranks are on one host (`host_memory`).
+
+    Raises:
+        InputError: For an invalid address, a port in use, and, by number, ranks that do not join.
+        LostRank: If a rank fails before all have joined.
     """
     if here.world_size == 1:
         yield ALONE
         return
     _collect_at_exit()
     if here.has_agent:
-        # torchrun that is killed ends nobody: its ranks would train on, and hold the run
-        dying_with(os.getppid())()
+        dying_with(os.getppid())()  # else the ranks of a killed torchrun would train on
     interface = (
         None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
     )
-    put_back = (
-        place.set_variable("GLOO_SOCKET_IFNAME", interface) if interface is not None else _nothing
-    )
+    restore = _nothing if interface is None else place.set_variable("GLOO_SOCKET_IFNAME", interface)
     try:
         store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
         with lost_while_joining():
@@ -89,10 +94,8 @@ def join(
                 raise LostRank(GONE, hint=GONE_HINT) from error
             by = f" by {interface}" if interface is not None else ""
             raise InputError(
-                (
-                    f"rank {here.rank} of {here.world_size} reached the other ranks at "
-                    f"{here.meeting}, and cannot connect to them{by}: {error}"
-                ),
+                f"rank {here.rank} of {here.world_size} reached the other ranks at "
+                f"{here.meeting}, and cannot connect to them{by}: {error}",
                 hint=(
                     "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that "
                     "leads to the other hosts"
@@ -100,25 +103,22 @@ def join(
             ) from error
         try:
             where = device if backend == "nccl" else torch.device("cpu")
-            # else the launcher knows more
-            roll = (
+            roll = (  # else the launcher knows more
                 functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
             )
             with _recording(here) as flight:
                 group = Group(here.rank, here.world_size, where, flight, roll=roll)
-                memory = (
+                shm = (
                     meet(group, transport, wait_s=wait_s, timeout_s=timeout_s)
                     if where.type == "cpu"
                     else None
                 )
-                with (
-                    contextlib.nullcontext() if memory is None else contextlib.closing(memory.links)
-                ):
-                    yield replace(group, memory=memory)
+                with contextlib.nullcontext() if shm is None else contextlib.closing(shm.links):
+                    yield replace(group, memory=shm)
         finally:
             dist.destroy_process_group()
     finally:
-        put_back()
+        restore()
 
 
 @functools.cache

@@ -17,6 +17,11 @@ class Mesh:
     """Groups of a rank on each axis; shard neighbors are adjacent ranks.
 
     Neighbors on the `replicate` axis are the size of the shard axis apart.
+
+    Args:
+        whole: Group of all ranks.
+        replicate: Group of the ranks with the same rows.
+        shard: Group of the ranks among which the rows of one replica are split.
     """
 
     whole: Group
@@ -32,9 +37,15 @@ SOLO = Mesh(ALONE, ALONE, ALONE)
 
 
 def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
-    """Return the mesh of a layout on all ranks of `group`. Raises LostRank.
+    """Return the mesh of a layout on all ranks of a group; each rank must call this once.
 
-    Each rank must call this once.
+    Args:
+        group: Group of all ranks, as `join` returns it.
+        layout: The layout.
+        timeout_s: Seconds that a collective waits.
+
+    Raises:
+        LostRank: If a rank fails meanwhile.
     """
     if not layout.is_sharded:
         return Mesh(group, group, ALONE)

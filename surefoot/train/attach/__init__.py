@@ -41,23 +41,36 @@ def attach(
     save: str | None = "10 min",
     state: Mapping[str, Any] | None = None,
 ) -> AttachedLoop:
-    """Record a loop in `folder` (default: a new one in runs/), one Step record per `every` steps.
+    """Record a training loop in a run folder, and save and resume its state.
 
         run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder="runs/mine")
         for epoch in range(run.first_pass, 10):
             for batch in run.batches():
-                ...                      # your step, as it is
+                ...  # your step, as it is
                 run.step_done(loss)
 
-    Every `save` (duration or steps; None: never) and in `close`, model, optimizers, random states,
-    data position and `state` (objects with a state_dict) are saved. The same script then resumes in
-    the middle of epoch `first_pass`. With torch.distributed all ranks call `attach`, with one
-    folder that rank 0 writes, and `batches`, `step_done`, `save` and `close`.
+    `batches()` is one epoch of `data`. `close()` or the end of a `with` block, whose exception is
+    recorded, ends the run; else the exit of the process does. The same script then resumes in the
+    middle of epoch `first_pass`. With torch.distributed all ranks call `attach`, with one folder
+    that rank 0 writes, and `batches`, `step_done`, `save` and `close`.
 
-    `batches()` is one epoch of `data`, any iterable of batches. `close()` or the end of a `with`
-    block, whose exception is recorded, ends the run; else the exit of the process does. Raises
-    DataError if `data` is not iterable, TaskError for an optimizer without `param_groups`,
-    RunFolderError for a folder of a different kind, LostRank if a rank does not call `attach`.
+    Args:
+        model: The model.
+        optimizer: The optimizer or optimizers, objects with `param_groups`.
+        data: Any iterable of batches.
+        folder: The run folder; None for a new one in runs/.
+        every: Number of steps that one Step record sums up.
+        save: Duration between two checkpoints, such as "10 min" or "500 steps"; None for no
+            checkpoints. Model, optimizers, random states, data position and `state` are saved, in
+            `close` too.
+        state: Further objects with a state_dict, by name.
+
+    Raises:
+        DataError: If `data` is not iterable.
+        TaskError: For an optimizer without `param_groups`, a model that is not a module, and a
+            `state` that is not a mapping.
+        RunFolderError: For a folder of a different kind.
+        LostRank: If a rank does not call `attach`.
     """
     # else the loop has joined its ranks by itself, as it read the launcher's variables
     if not environment.has_process_group():

@@ -39,8 +39,11 @@ MAX_SHOWN = 8
 class Start:
     """Checkpoint from which a new run starts, with all of its state.
 
-    With `weights_only` the run starts at step 0 with those weights that fit. Without `partial` all
-    weights must fit the model by name and shape.
+    Args:
+        run: Run folder of the checkpoint.
+        step: Step of the checkpoint.
+        weights_only: Start at step 0 with those weights that fit.
+        partial: False requires all weights to fit the model by name and shape.
     """
 
     run: Path

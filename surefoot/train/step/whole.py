@@ -99,11 +99,22 @@ def compile_step(
     """Return a step as one graph for a user-defined loop.
 
     Called with a batch, the step returns the terms of the loss, the gradient norm, and whether the
-    update was applied. `loss(model, batch)` returns a `Loss`; `update` holds fused SGD, Adam,
-    AdamW, LARS or LAMB. The first call compiles, which takes seconds, as does a call after a change
-    of a group setting other than the learning rate; gradients need not be cleared. Raises SpecError
-    for parts that a graph cannot contain, and, when called, TaskError if the step cannot be
-    compiled.
+    update was applied. The first call compiles, which takes seconds, as does a call after a change
+    of a group setting other than the learning rate; gradients need not be cleared.
+
+    Args:
+        model: The model.
+        loss: Function of (model, batch) that returns a `Loss`.
+        update: The update, of fused SGD, Adam, AdamW, LARS or LAMB.
+        policy: Number format of the forward and backward pass.
+        mode: The mode of torch.compile.
+        dynamic: Whether sizes may differ from call to call; None leaves that to torch, which
+            assumes it after the second size.
+        deterministic: Restrict the compiler to choices that another process makes too.
+
+    Raises:
+        SpecError: For parts that a graph cannot contain, and for an unknown mode.
+        TaskError: When the step is called, if it cannot be compiled.
     """
     if not isinstance(update, GuardedUpdate):
         raise SpecError(

@@ -25,9 +25,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retry settings of a request: tries, waits between two tries, and timeout of each try.
+    """Retry settings of a request.
 
     A request is for 8 MiB; for the whole shard if the server does not support ranges.
+
+    Args:
+        tries: Number of tries.
+        first_wait_s: Longest wait before the second try, in seconds; it doubles with each further
+            try.
+        longest_wait_s: Upper limit of a wait, in seconds.
+        request_s: Timeout of each try, in seconds.
     """
 
     tries: int = 6

@@ -30,12 +30,20 @@ DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 class Remote:
     """Shards by URL, to be given to `Tars` in place of paths.
 
-    Example: `Remote("s3://bucket/train-{000..099}.tar", cache_bytes="20 GiB")`. Downloaded shards
-    are stored below `cache` (default $XDG_CACHE_HOME/surefoot/remote), at most `cache_bytes` of
-    them, and the next `ahead` shards are downloaded in advance. Each is verified against its
-    SHA-256: that in `digests` ({name: hex}), else that in an index or a list SHA256SUMS next to the
-    shards, else that of the first download. Raises DataError for URLs that are not accepted, and
-    for invalid digests.
+    Example: `Remote("s3://bucket/train-{000..099}.tar", cache_bytes="20 GiB")`.
+
+    Args:
+        urls: One URL or several; patterns such as {000..099} and {a,b} are expanded.
+        cache: Folder of the downloaded shards (default: $XDG_CACHE_HOME/surefoot/remote).
+        cache_bytes: Most bytes of downloaded shards, as a number or a text such as "20 GiB".
+        ahead: Number of following shards that are downloaded in advance.
+        digests: SHA-256 (hex) of shards, by name. Each shard is verified against this digest, else
+            that in an index or a list SHA256SUMS next to the shards, else that of the first
+            download.
+        patience: Retry settings of each request; None for `RetryPolicy()`.
+
+    Raises:
+        DataError: For URLs that are not accepted, invalid digests, and sizes out of bounds.
     """
 
     _lock: threading.Lock

@@ -135,8 +135,12 @@ def without_readahead(array: ArrayLike) -> Iterator[None]:
 class Arrays:
     """Rows of equally long tensors, numpy arrays or memory maps; a row is a sample.
 
-    `Arrays(images, labels)` reads tuples, `Arrays(images=..., labels=...)` dicts. Raises DataError
-    for arrays of length 0 or of different lengths.
+    Args:
+        *arrays: Arrays by position, whose batches are tuples: `Arrays(images, labels)`.
+        **named: Arrays by name, whose batches are dicts: `Arrays(images=..., labels=...)`.
+
+    Raises:
+        DataError: For arrays of length 0 or of different lengths, and for arrays given both ways.
     """
 
     guarantee: Guarantee = "proven"

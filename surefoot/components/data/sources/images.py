@@ -27,12 +27,17 @@ class ImageFolder:
 
     A batch is dict(images (B, H, W, 3) uint8, labels (B,) int64). Classes are numbered in the order
     of their names, which `classes` holds; images may be in deeper subfolders of a class. The
-    formats are jpg, jpeg, png and webp, and names that begin with a dot are ignored. `transform` is
-    called on the dict of each sample, for example to bring images to one size. Links are refused,
-    or followed with `follow_links`, wherever they lead.
+    formats are jpg, jpeg, png and webp, and names that begin with a dot are ignored.
 
-    Raises DataError for a folder without classes, a class without images, any other file, and, on
-    reading, images that are damaged, too large or of different sizes.
+    Args:
+        folder: The folder that contains the subfolders.
+        transform: Function of the dict of each sample, called before batching, for example to bring
+            images to one size.
+        follow_links: Follow links, wherever they lead; otherwise they are refused.
+
+    Raises:
+        DataError: For a folder without classes, a class without images, any other file, and, on
+            reading, images that are damaged, too large or of different sizes.
     """
 
     guarantee: Guarantee = "proven"

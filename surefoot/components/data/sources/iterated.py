@@ -80,8 +80,14 @@ class Iterated:
 
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
     instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
-    Without `num_batches` an epoch ends where the iterable ends; a batch beyond its length is
-    reported. Raises DataError if the iterable ends too early.
+
+    Args:
+        iterable: Iterable that restarts each time it is iterated.
+        num_batches: Batches of an epoch; None ends an epoch where the iterable ends, and reports a
+            batch beyond its length.
+
+    Raises:
+        DataError: For an iterator or no batches; on reading, if the iterable ends too early.
     """
 
     guarantee: Guarantee = "replayed"

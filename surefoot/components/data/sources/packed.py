@@ -44,11 +44,20 @@ class Packed:
 
     `inputs` (0 where padded), `targets` (-100 where padded and at the last token of a document),
     `positions`, which start at 0 in every document, and `documents`: the index of the document in
-    the row, -1 where padded, from which `block_diagonal` makes the attention mask. Document k is
-    ids[offsets[k]:offsets[k + 1]]. Documents longer than a row are split into pieces that do not
-    attend to each other; every token but the first of a document is still a target once. Documents
-    of one token have nothing to predict and are left out. Raises DataError for offsets that do not
-    increase from 0 to the end of the stream, and if no document is left.
+    the row, -1 where padded, from which `block_diagonal` makes the attention mask. Documents longer
+    than a row are split into pieces that do not attend to each other; every token but the first of
+    a document is still a target once. Documents of one token have nothing to predict and are left
+    out.
+
+    Args:
+        ids: The stream, an array, tensor or memory map of integers.
+        offsets: Start of each document, int64 (documents,) or (documents + 1,): document k is
+            ids[offsets[k]:offsets[k + 1]]. `find_documents` returns them.
+        length: Tokens of a row (T).
+
+    Raises:
+        DataError: For offsets that do not increase from 0 to the end of the stream, a length under
+            1, and if no document is left.
     """
 
     guarantee: Guarantee = "proven"
@@ -124,11 +133,18 @@ class Packed:
 class TokenFile:
     """Memory-mapped file of tokens: `TokenFile("train.bin", 1024)` reads windows like `Tokens`.
 
-    The file is .npy, or little-endian numbers of `dtype` and nothing else. With `end`, the token
-    that ends each document, or `offsets`, the positions at which documents begin (a .npy file, or
-    raw int64), whole documents are packed, as `Packed` does. `end` reads the file once to find the
-    documents; `find_documents` returns offsets that can be stored. Raises DataError for files in
-    other formats.
+    With `end` or `offsets`, whole documents are packed, as `Packed` does.
+
+    Args:
+        path: The file: .npy, or little-endian numbers of `dtype` and nothing else.
+        length: Tokens of a window or row (T).
+        dtype: Integer dtype of a file that is not .npy.
+        end: Token that ends each document; the file is read once to find the documents.
+        offsets: File of the positions at which documents begin: .npy, or raw int64.
+            `find_documents` returns offsets that can be stored.
+
+    Raises:
+        DataError: For files in other formats, and for both `end` and `offsets`.
     """
 
     guarantee: Guarantee = "proven"
@@ -175,10 +191,16 @@ class TokenFile:
 
 
 def block_diagonal(documents_BT: Tensor) -> Tensor:
-    """Return the causal mask (B, 1, T, T) within documents for `scaled_dot_product_attention`.
+    """Return the causal mask within documents for `scaled_dot_product_attention`.
 
-    It is True where a token attends to an earlier token of its document, or to itself. Padding
-    attends to padding: a row of the mask without any True would give NaN.
+    Padding attends to padding: a row of the mask without any True would give NaN.
+
+    Args:
+        documents_BT: Index of the document of each token, as `Packed` returns it, (B, T) int64.
+
+    Returns:
+        The mask, bool (B, 1, T, T): True where a token attends to an earlier token of its document,
+        or to itself.
 
     >>> block_diagonal(torch.tensor([[0, 0, 1]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
@@ -188,10 +210,17 @@ def block_diagonal(documents_BT: Tensor) -> Tensor:
 
 
 def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
-    """Return the offsets of the documents of a stream, int64 (documents + 1,).
+    """Return the offsets of the documents of a stream.
 
-    They are the start of each document, and the end of the last one; the token `end` belongs to the
-    document that it ends. Raises DataError if `end` is not in the stream.
+    Args:
+        ids: The stream, an array, tensor or memory map of integers.
+        end: Token that ends a document, and belongs to it.
+
+    Returns:
+        The start of each document, and the end of the last one, int64 (documents + 1,).
+
+    Raises:
+        DataError: If `end` is not in the stream.
 
     >>> find_documents(np.array([5, 6, 0, 7, 0, 8]), end=0).tolist()
     [0, 3, 5, 6]

@@ -18,7 +18,17 @@ class Synthetic:
     """Computed images with an adjustable delay and size, for experiments and tests.
 
     Sample i is `shape` float32 values drawn from a generator with the seed (seed, i), its label is
-    i modulo `num_classes`; reading sleeps `delay_s` seconds per sample.
+    i modulo `num_classes`.
+
+    Args:
+        num_samples: Number of samples.
+        shape: Shape of an image.
+        num_classes: Number of classes.
+        delay_s: Seconds that reading sleeps per sample.
+        seed: Seed of all images.
+
+    Raises:
+        DataError: For no samples, and for a negative delay.
     """
 
     guarantee: Guarantee = "proven"

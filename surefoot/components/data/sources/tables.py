@@ -47,19 +47,28 @@ class OpenTable:
 class Table:
     """Rows of Parquet or Arrow IPC (Feather) files, one file after another, as dicts.
 
-    Example: `Table(paths, image="img", label="class")`, where each name stands for a column.
-    Integers become int64 (B,). Booleans, other numbers and lists of numbers, however nested, become
-    one tensor of the column's dtype; lists of different lengths are refused, and `transform` can
-    pad them. Bytes, and structs that hold `bytes` (Hugging Face's images), are decoded as jpg, png
-    or webp to uint8 (H, W, 3). Strings, times, decimals, structs and maps become a list of Python
-    values. `transform` is called on the dict of each row before batching, for example to bring
-    images to one size.
+    Example: `Table(paths, image="img", label="class")`. Integers become int64 (B,). Booleans, other
+    numbers and lists of numbers, however nested, become one tensor of the column's dtype; lists of
+    different lengths are refused, and `transform` can pad them. Bytes, and structs that hold
+    `bytes` (Hugging Face's images), are decoded as jpg, png or webp to uint8 (H, W, 3). Strings,
+    times, decimals, structs and maps become a list of Python values.
 
-    A row is read with its whole row group (Parquet) or record batch (Arrow); the most recently used
-    groups are kept, up to `cache_bytes` but at least one. Shuffled rows of large groups are
-    therefore slow: write groups of some thousand rows. Raises DataError for files in other formats,
-    and for columns that are missing or of the type null; and, on reading, for missing values, also
-    in lists, but a missing field of a struct or a map is None. Raises MissingExtra without pyarrow.
+    A row is read with its whole row group (Parquet) or record batch (Arrow). Shuffled rows of large
+    groups are therefore slow: write groups of some thousand rows.
+
+    Args:
+        paths: One file or several, with the same columns.
+        transform: Function of the dict of each row, called before batching, for example to bring
+            images to one size.
+        cache_bytes: Most bytes of the most recently used groups that stay in memory; at least one
+            group does.
+        **columns: Name of the column in the files, by name in the batch.
+
+    Raises:
+        DataError: For files in other formats, and for columns that are missing or of the type null;
+            and, on reading, for missing values, also in lists, but a missing field of a struct or a
+            map is None.
+        MissingExtra: Without pyarrow.
     """
 
     guarantee: Guarantee = "proven"

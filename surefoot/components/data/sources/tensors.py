@@ -53,12 +53,19 @@ class TensorEntry:
 
 
 class Safetensors:
-    """Rows of equally long tensors of one file, as dicts.
+    """Rows of equally long tensors of one safetensors file, as dicts.
 
-    Example: `Safetensors("set.safetensors", images="x", labels="y")`. Without names, all tensors of
-    the file are read, under their names. Only the requested rows are read. Raises DataError for a
-    file that is not safetensors or is truncated, a header whose sizes do not fit, a name that is
-    not in the file, and tensors of different lengths.
+    Example: `Safetensors("set.safetensors", images="x", labels="y")`. Only the requested rows are
+    read.
+
+    Args:
+        path: The file.
+        **parts: Name of the tensor in the file, by name in the batch; without any, all tensors are
+            read under their names.
+
+    Raises:
+        DataError: For a file that is not safetensors or is truncated, a header whose sizes do not
+            fit, a name that is not in the file, and tensors of different lengths.
     """
 
     guarantee: Guarantee = "proven"

@@ -24,13 +24,24 @@ MIN_BOUND = 16
 class Texts:
     """Texts of one stream, as int64 tensors of the width of the next of `bounds`.
 
-    Text k is ids[offsets[k]:offsets[k + 1]]. `inputs` (B, T) are 0 where padded, `targets` (B, T)
-    the next tokens, -100 where padded and at the last token of a text, `lengths` (B,) the numbers
-    of real tokens, `labels` the given labels, one per text. By default `bounds` are the powers of
-    two from 16, and the length of the longest text. With `together`, a sample is that many texts of
-    similar length, and `train.batch` counts such groups. The groups are a function of the lengths
-    alone, so that the order of samples stays pure arithmetic. Raises DataError for offsets that do
-    not increase, a text longer than the last bound, and labels that are not one per text.
+    A batch is `inputs` (B, T), 0 where padded; `targets` (B, T), the next tokens, -100 where padded
+    and at the last token of a text; `lengths` (B,), the numbers of real tokens; and `labels`, where
+    given.
+
+    Args:
+        ids: The stream, an array, tensor or memory map of integers.
+        offsets: Start of each text, int64 (texts,) or (texts + 1,): text k is
+            ids[offsets[k]:offsets[k + 1]]. `join_texts` returns both.
+        labels: One label per text.
+        bounds: Widths (T), increasing; by default the powers of two from 16, and the length of the
+            longest text.
+        together: Number of texts of similar length in a sample; `train.batch` counts such groups.
+            The groups are a function of the lengths alone, so that the order of samples stays pure
+            arithmetic.
+
+    Raises:
+        DataError: For offsets that do not increase, a text longer than the last bound, and labels
+            that are not one per text.
     """
 
     guarantee: Guarantee = "proven"
@@ -139,7 +150,8 @@ class Texts:
 def join_texts(texts: Sequence[ArrayLike | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     """Return a list of texts as one stream and its offsets, for `Texts` and `Packed`.
 
-    Raises DataError for a text that is empty or does not consist of token ids.
+    Raises:
+        DataError: For a text that is empty or does not consist of token ids.
 
     >>> ids, offsets = join_texts([[5, 6], [7, 8, 9]])
     >>> ids.tolist(), offsets.tolist()

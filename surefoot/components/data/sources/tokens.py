@@ -25,10 +25,16 @@ PIECES, PIECE_TOKENS = 256, 2048
 class Tokens:
     """Windows of `length` tokens of one stream: inputs (B, T) and next tokens as targets (B, T).
 
-    Both are int64. The stream is an array, tensor or memory map of integers. Every token but the
-    first is a target once; the last window is padded with target -100 (and input 0). Raises
-    DataError for a stream of fewer than two tokens or not of integers, a length under 1, and, on
-    reading, negative tokens.
+    Both are int64. Every token but the first is a target once; the last window is padded with
+    target -100 (and input 0).
+
+    Args:
+        ids: The stream, an array, tensor or memory map of integers.
+        length: Tokens of a window (T).
+
+    Raises:
+        DataError: For a stream of fewer than two tokens or not of integers, a length under 1, and,
+            on reading, negative tokens.
     """
 
     guarantee: Guarantee = "proven"

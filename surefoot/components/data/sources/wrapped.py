@@ -19,12 +19,20 @@ from surefoot.core.errors import DataError
 
 
 class TorchDataset:
-    """Map-style dataset, with items collated by torch's `default_collate` or by `collate`.
+    """Map-style dataset of torch, with its items collated into batches.
 
     A dataset that reads several items at once (`__getitems__`, as those of Hugging Face) is read
     one batch at a time. The digest is that of the dataset's fingerprint if it has one
-    (`_fingerprint`, also of Hugging Face), else of its type and length. `content` is a digest of
-    what the dataset holds in memory.
+    (`_fingerprint`, also of Hugging Face), else of its type and length. `content_digest` is a
+    digest of the data that the dataset holds in memory.
+
+    Args:
+        dataset: Object with `__getitem__` and `__len__`.
+        collate: Function of a list of items that returns a batch; None for torch's
+            `default_collate`.
+
+    Raises:
+        DataError: For a dataset that is empty, has no length or cannot be indexed.
     """
 
     guarantee: Guarantee = "proven"
@@ -91,7 +99,10 @@ def as_source(given: Any) -> Source:
     """Return a source for what a task's `data` returned.
 
     A source is returned unchanged; tensors, a map-style dataset or an iterable of batches are
-    wrapped. Raises DataError for anything else.
+    wrapped.
+
+    Raises:
+        DataError: For anything else.
     """
     if isinstance(given, Source) and not isinstance(given, type):
         return given

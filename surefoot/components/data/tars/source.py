@@ -42,13 +42,21 @@ Transform = Callable[[dict[str, Any]], dict[str, Any]]
 class Tars:
     """Tars of the WebDataset layout: `Tars(paths, image="jpg", label="cls")` reads dicts.
 
-    A batch is {"image": ..., "label": ...}. Each name stands for an extension, decoded as
-    `decoders.decode` describes. Arrays of one shape become one tensor, integers an int64 tensor
-    (B,), all else a list. `transform` is called on the dict of each sample before batching, for
-    example to bring images to one size. Nothing is extracted. The index is stored below `cache`
-    (default $XDG_CACHE_HOME/surefoot), and so are the shards of URLs, for which a `Remote` has more
-    options. `tell` is called with the progress of building the index. Raises DataError for bad
-    shards, a sample that lacks a part, parts that are damaged, and arrays of different shapes.
+    A batch is {"image": ..., "label": ...}. Arrays of one shape become one tensor, integers an
+    int64 tensor (B,), all else a list. Nothing is extracted.
+
+    Args:
+        paths: One tar or several, by path or URL; or a `Remote`, which has more options for URLs.
+        cache: Folder of the index, and of the shards of URLs (default: $XDG_CACHE_HOME/surefoot).
+        transform: Function of the dict of each sample, called before batching, for example to bring
+            images to one size.
+        tell: Function called with the bytes indexed so far and in all, while the index is built.
+        **parts: Extension of each part, by name in the batch, decoded as `decoders.decode`
+            describes.
+
+    Raises:
+        DataError: For bad shards, a sample that lacks a part, parts that are damaged, and arrays of
+            different shapes.
     """
 
     guarantee: Guarantee = "proven"

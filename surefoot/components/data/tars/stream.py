@@ -34,13 +34,21 @@ Opener = Callable[[], BinaryIO]
 class TarStream:
     """Tars read sequentially: `TarStream(openers, counts, image="jpg", label="cls")`.
 
-    The parts are as in `Tars`. A shard is a path, a function that opens it again, or a file object
-    that can be read once, such as `sys.stdin.buffer`; or all are a `Remote`. `counts` has the
-    number of samples of each shard. `window` shards are read at a time. Samples that are read
-    before they are requested stay in memory, so use the window of a `BlockShuffle` for its order,
-    and 1 for sequential samples. To resume in the middle, a shard is read again up to that sample
-    (*replayed*). Raises DataError for a shard that holds a different number of samples, for what
-    `read_shard` refuses, and for a second reading of a file object that can be read once.
+    Samples that are read before they are requested stay in memory. To resume in the middle, a shard
+    is read again up to that sample (*replayed*).
+
+    Args:
+        shards: The shards, each a path, a function that opens it again, or a file object that can
+            be read once, such as `sys.stdin.buffer`; or a `Remote`.
+        counts: Number of samples of each shard.
+        window: Number of shards that are read at a time: the window of a `BlockShuffle` for its
+            order, 1 for sequential samples.
+        transform: Function of the dict of each sample, called before batching.
+        **parts: Extension of each part, by name in the batch, as in `Tars`.
+
+    Raises:
+        DataError: For a shard that holds a different number of samples, for what `read_shard`
+            refuses, and for a second reading of a file object that can be read once.
     """
 
     guarantee: Guarantee = "replayed"

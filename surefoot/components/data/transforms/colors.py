@@ -179,8 +179,17 @@ def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 class Jitter:
     """Random brightness, contrast, saturation and hue: torchvision's ColorJitter.
 
-    Factors are drawn from 1 - x to 1 + x, hues from -x to x in turns. A change of 0 is left out.
-    The order is fixed, that of `color_jitter`. In evaluation images are unchanged.
+    The order of the changes is fixed, that of `color_jitter`. In evaluation images are unchanged.
+
+    Args:
+        brightness: Largest change x; the factor is drawn from 1 - x (at least 0) to 1 + x. 0 leaves
+            the change out.
+        contrast: As `brightness`.
+        saturation: As `brightness`.
+        hue: Largest change in turns, at most 0.5; the change is drawn from -hue to hue.
+
+    Raises:
+        DataError: For changes out of bounds.
     """
 
     brightness: float = 0.0
@@ -218,7 +227,12 @@ class Jitter:
 class Normalize:
     """Normalization to (images - mean) / deviation, float32 (B, C, H, W): the last step.
 
-    `mean` and `deviation` have one number per color, in the units of the images.
+    Args:
+        mean: One number per channel, in the units of the images.
+        deviation: Standard deviation, one number above 0 per channel, in the units of the images.
+
+    Raises:
+        DataError: For different numbers of channels, and deviations that are not above 0.
     """
 
     mean: tuple[float, ...]

@@ -51,10 +51,17 @@ def cutout(
 class Erase:
     """Random box of some images painted over: torchvision's RandomErasing (Zhong et al., 2017).
 
-    The defaults are torchvision's. The area of the box is drawn from `scale` of the image's area,
-    its height over its width from `ratio`; the first of 10 boxes that fit is used, and the image is
-    unchanged if none fits. `value` is in the units of the images. In evaluation images are
-    unchanged.
+    The defaults are torchvision's. The first of 10 boxes that fit is used; an image into which none
+    fits is unchanged. In evaluation images are unchanged.
+
+    Args:
+        probability: Probability that an image is painted.
+        scale: Range of the area of the box, as a share of the area of the image.
+        ratio: Range of the height of the box over its width.
+        value: Color of the box, one number or one per channel, in the units of the images.
+
+    Raises:
+        DataError: For a probability and ranges out of bounds.
     """
 
     probability: float = 0.5
@@ -91,9 +98,13 @@ class Erase:
 
 @dataclass(frozen=True)
 class Cutout:
-    """Square of `size` pixels around a random pixel of every image, painted in `value`.
+    """Square around a random pixel of every image, painted over (DeVries and Taylor, 2017).
 
     In evaluation images are unchanged.
+
+    Args:
+        size: Side of the square, in pixels.
+        value: Color of the square, one number or one per channel, in the units of the images.
     """
 
     size: int

@@ -28,10 +28,17 @@ MAX_ALPHA = 100.0
 
 
 def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
-    """Return labels (B,) as one-hot rows (B, N) of float32; rows are returned unchanged.
+    """Return labels as one-hot rows, which `cross_entropy` of torch accepts.
 
-    `cross_entropy` of torch accepts such rows. Raises DataError for labels that are not classes
-    from 0 to `num_classes` - 1.
+    Args:
+        labels_B: Classes (B,), integers from 0 to N - 1; rows (B, N) are returned unchanged.
+        num_classes: Number of classes (N).
+
+    Returns:
+        Rows (B, N), float32.
+
+    Raises:
+        DataError: For labels that are not classes.
     """
     if labels_B.ndim == 2 and labels_B.shape[1] == num_classes and labels_B.dtype.is_floating_point:
         return labels_B
@@ -51,10 +58,24 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
 def mixup(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """Mix each image and its target with those of its partner; return images and targets (B, N).
+    """Mix each image and its target with those of its partner.
 
-    The image has the share s, its partner 1 - s, with s drawn from Beta(alpha, alpha). The images
-    are float32, of any shape (B, ...), and may be normalized already.
+    The image has the share s, its partner 1 - s, with s drawn from Beta(alpha, alpha). Zhang et al.
+    2018, arXiv 1710.09412.
+
+    Args:
+        images_BHWC: Images of any shape (B, ...); they may be normalized already.
+        labels_B: Classes (B,), or rows of shares (B, N).
+        keys: Random draws of the batch.
+        num_classes: Number of classes (N).
+        alpha: Parameter of the Beta distribution, from 0.01 to 100.
+
+    Returns:
+        The images, float32, and the targets (B, N).
+
+    Raises:
+        DataError: For labels that are not classes or not one per image, and for `alpha` out of
+            bounds.
     """
     share_B = draw_shares(keys_of(keys, "mixup"), alpha)
     partner_B, targets_BN = _pair(images_BHWC, labels_B, num_classes)
@@ -71,10 +92,25 @@ def mixup(
 def cutmix(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Paste a box of its partner into each image (B, H, W, C); return images and targets (B, N).
+    """Paste a box of its partner into each image, and mix the targets by area.
 
     The box covers 1 - s of the image, with s drawn from Beta(alpha, alpha). It is centered at a
     random pixel and cut at the border; the shares of the target are those of the visible pixels.
+    Yun et al. 2019, arXiv 1905.04899.
+
+    Args:
+        images_BHWC: Images (B, H, W, C), uint8 or floating point.
+        labels_B: Classes (B,), or rows of shares (B, N).
+        keys: Random draws of the batch.
+        num_classes: Number of classes (N).
+        alpha: Parameter of the Beta distribution, from 0.01 to 100.
+
+    Returns:
+        The images, of the same shape and dtype, and the targets (B, N).
+
+    Raises:
+        DataError: For tensors that are not images, labels that are not classes or not one per
+            image, and `alpha` out of bounds.
     """
     check_images(images_BHWC)
     own = keys_of(keys, "cutmix")

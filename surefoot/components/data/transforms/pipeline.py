@@ -45,10 +45,15 @@ class TransformCost:
 class Pipeline:
     """Steps that are called one after the other with (images, keys).
 
-    Example: `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`. A step is any
-    callable with these arguments that returns images. Each step draws from a separate stream, named
-    after its type: to add or remove a step of a different type leaves its draws unchanged. Raises
-    DataError for no steps, or for a step that cannot be called.
+    Example: `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`. Each step draws from
+    a separate stream, named after its type: adding or removing a step of a different type leaves
+    its draws unchanged.
+
+    Args:
+        *steps: Callables with the arguments (images, keys) that return images.
+
+    Raises:
+        DataError: For no steps, or for a step that cannot be called.
     """
 
     def __init__(self, *steps: Step) -> None:

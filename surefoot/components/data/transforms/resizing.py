@@ -138,7 +138,12 @@ def _interpolate(images_BCHW: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Resize:
-    """Resize of images to (height, width)."""
+    """Resize of images to (height, width), bilinear with antialiasing.
+
+    Args:
+        height: Rows of the result, in pixels.
+        width: Columns of the result, in pixels.
+    """
 
     height: int
     width: int
@@ -156,7 +161,12 @@ class Resize:
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """Crop of the middle (height, width) of the images."""
+    """Crop of the middle of the images.
+
+    Args:
+        height: Rows of the crop, in pixels.
+        width: Columns of the crop, in pixels.
+    """
 
     height: int
     width: int
@@ -176,8 +186,18 @@ class CenterCrop:
 class Crop:
     """Random box of each image resized to (height, width): torchvision's RandomResizedCrop.
 
-    The defaults are torchvision's. In evaluation the images are resized to `height / kept`, `width
-    / kept` (256 for 224 pixels), and their middle is cropped.
+    The defaults are torchvision's.
+
+    Args:
+        height: Rows of the result, in pixels.
+        width: Columns of the result, in pixels.
+        scale: Range of the area of the box, as a share of the area of the image.
+        ratio: Range of the width of the box over its height.
+        kept: In evaluation, the images are resized to `height / kept`, `width / kept` (256 for 224
+            pixels), and their middle is cropped.
+
+    Raises:
+        DataError: For sizes and ranges out of bounds.
     """
 
     height: int

@@ -106,14 +106,24 @@ def why_not(tensor: Tensor) -> str | None:
 
 @final
 class Adam8bit(ByGroup):
-    """Adam, or AdamW with `decoupled`, as defined by torch, for the parameters that `why_not`
-    accepts.
+    """Adam or AdamW, as defined by torch, with both moments stored in 8 bits.
 
         m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
         w = w - lr * decay * w - lr * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps)
 
     The formula is that of AdamW. m and v are dequantized, updated and used in fp32, and rounded to
-    8 bits when they are stored. Raises SpecError for other parameters.
+    8 bits when they are stored.
+
+    Args:
+        params: Parameters or groups, as for torch's optimizers.
+        lr: Learning rate.
+        betas: Decay rates of m and v.
+        eps: Term added to the denominator.
+        weight_decay: Coefficient `decay`.
+        decoupled: True for AdamW; False for Adam, which adds decay * w to the gradient.
+
+    Raises:
+        SpecError: For parameters that `why_not` does not accept.
     """
 
     def __init__(

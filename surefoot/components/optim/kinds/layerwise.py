@@ -55,18 +55,26 @@ class _Layerwise(ByGroup):
 
 @final
 class Lars(_Layerwise):
-    """Layer-wise adaptive rate scaling: You, Gitman and Ginsburg, "Large Batch Training of
-    Convolutional Networks", 2017.
+    """Layer-wise adaptive rate scaling (LARS).
 
         r = trust_coefficient * |w| / (|g| + decay * |w|)
         v = momentum * v + lr * r * (g + decay * w)
         w = w - v
 
-    That is algorithm 1 of https://arxiv.org/abs/1708.03888, where the learning rate is inside the
-    momentum; its polynomial decay of `lr` is left to a schedule. The paper leaves two cases open:
-    where |w| or |g| is 0, r is 1; and in a group with `adapt` false, r is 1 for all layers (for
-    biases and norms). A layer is one tensor. `trust` is the name of `trust_coefficient` in the
-    previous release.
+    You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017, algorithm 1 of
+    https://arxiv.org/abs/1708.03888, where the learning rate is inside the momentum; its polynomial
+    decay of `lr` is left to a schedule. A layer is one tensor. The paper leaves open r where |w| or
+    |g| is 0: it is 1.
+
+    Args:
+        params: Parameters or groups, as for torch's optimizers.
+        lr: Learning rate.
+        momentum: Coefficient of the momentum.
+        weight_decay: Coefficient `decay`.
+        trust_coefficient: Trust coefficient of r.
+        adapt: False makes r 1 for all layers; a group may have its own (for biases and norms).
+        fused: As in `Lamb`.
+        trust: The name of `trust_coefficient` in the previous release.
     """
 
     def __init__(
@@ -160,16 +168,26 @@ class Lars(_Layerwise):
 
 @final
 class Lamb(_Layerwise):
-    """Layer-wise adaptive moments: You et al., "Large Batch Optimization for Deep Learning:
-    Training BERT in 76 minutes", 2019.
+    """Layer-wise adaptive moments (LAMB).
 
         m = beta1 * m + (1 - beta1) * g          v = beta2 * v + (1 - beta2) * g^2
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w
         w = w - lr * |w| / |u| * u
 
-    That is algorithm 2 of https://arxiv.org/abs/1904.00962 with phi(z) = z, which the paper leaves
-    open. The paper leaves two more cases open: where |w| or |u| is 0, the ratio is 1; and in a
-    group with `adapt` false, it is 1 for all layers (for biases and norms). A layer is one tensor.
+    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019,
+    algorithm 2 of https://arxiv.org/abs/1904.00962, with phi(z) = z, which the paper leaves open. A
+    layer is one tensor. The paper also leaves open the ratio where |w| or |u| is 0: it is 1.
+
+    Args:
+        params: Parameters or groups, as for torch's optimizers.
+        lr: Learning rate.
+        betas: Decay rates of m and v.
+        eps: Term added to the denominator.
+        weight_decay: Coefficient `decay`.
+        adapt: False makes the ratio 1 for all layers; a group may have its own (for biases and
+            norms).
+        fused: Use fused kernels, without waiting for the device, as in torch's optimizers; None for
+            a group whose parameters are all floating point and on a device with such kernels.
     """
 
     def __init__(

@@ -43,11 +43,20 @@ def _in_order(tensor: Tensor, like: Tensor) -> Tensor:
 
 @final
 class FlatMuon(Optimizer):
-    """torch.optim.Muon for parameters of two dimensions or more: `step` treats each filter as a
-    matrix, (out, in * kh * kw).
+    """torch.optim.Muon for parameters of two dimensions or more.
 
-    The momentum buffer of a filter has the shape of its matrix. Raises SpecError for parameters of
-    fewer dimensions.
+    `step` treats each filter as a matrix, (out, in * kh * kw). The momentum buffer of a filter has
+    the shape of its matrix.
+
+    Args:
+        params: Parameters or groups, as for torch's optimizers.
+        lr: Learning rate; `adjust_lr_fn` is "match_rms_adamw".
+        momentum: Coefficient of the momentum.
+        nesterov: Use Nesterov momentum.
+        weight_decay: Coefficient of the decoupled weight decay.
+
+    Raises:
+        SpecError: For parameters of fewer dimensions.
     """
 
     def __init__(

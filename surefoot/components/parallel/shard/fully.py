@@ -30,8 +30,9 @@ Hooks = tuple[Any, Any]
 
 
 class FullySharded:
-    """Shard the weights of a model over `mesh.shard` with FSDP2. After construction,
-    `master_of(parameter)` is the rows that this rank holds.
+    """Shard the weights of a model over `mesh.shard` with FSDP2.
+
+    After construction, `master_of(parameter)` is the rows that this rank holds.
 
     Args:
         model: The model, changed in place.

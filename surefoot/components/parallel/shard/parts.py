@@ -173,8 +173,13 @@ def _kind_of(given: Any) -> str:
 
 @torch.no_grad()
 def gather_rows(group: Group, held: Tensor, part: Part) -> Tensor:
-    """Return the whole tensor that `held` is a part of, on every rank of `group`, in the order of
-    its rows."""
+    """Return a whole tensor on every rank of a group, from the rows of each.
+
+    Args:
+        group: The ranks, in the order of their rows.
+        held: The rows of this rank, (rows, ...); the numbers of rows may differ.
+        part: The part of the whole tensor that `held` is, as `part_of` returns it.
+    """
     counts = group.gather(torch.tensor(len(held), device=group.device)).tolist()
     padded = held.new_zeros((max(counts), *held.shape[1:]))
     padded[: len(held)] = held

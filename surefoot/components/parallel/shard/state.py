@@ -66,8 +66,9 @@ class _BucketReduceScatter:
 
 
 class ShardedState:
-    """Shard the optimizer state over `mesh.shard` (ZeRO stage 1). After construction,
-    `master_of(parameter)` returns the rows that this rank updates.
+    """Shard the optimizer state over `mesh.shard` (ZeRO stage 1).
+
+    After construction, `master_of(parameter)` returns the rows that this rank updates.
 
     Args:
         model: A module, or what torch's optimizers accept: parameters, pairs of a name and a

@@ -51,8 +51,10 @@ def timed(device: str | torch.device | None = None) -> Timed:
     """Time a block: `with surefoot.timed() as took: ...`, then `took.elapsed_s`, in seconds.
 
     On a GPU, the time from the device's first work of the block to its last, with one wait at the
-    end; elsewhere, that of the monotonic clock. `device` defaults to the GPU once this process uses
-    one, else the CPU.
+    end; elsewhere, that of the monotonic clock.
+
+    Args:
+        device: The device; by default the GPU once this process uses one, else the CPU.
     """
     if device is None:
         is_used: Any = torch.cuda.is_initialized

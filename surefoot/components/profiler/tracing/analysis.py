@@ -67,8 +67,11 @@ class TraceAnalysis:
 
 
 def analyse(path: Path) -> TraceAnalysis:
-    """Read the trace `path`, with the facts file of its Profiler. Raises InputError for a file that
-    is not a complete trace."""
+    """Read a trace, with the facts file of its Profiler.
+
+    Raises:
+        InputError: For a file that is not a complete trace.
+    """
     facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
     found = trace.read(path, most_steps=facts.get("num_steps"))
     first_ns, last_ns = found.window
@@ -115,8 +118,15 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
 
 
 def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
-    """Write the tables and flame graphs of `found` into `folder`; return their paths. Raises
-    InputError where the disk refuses."""
+    """Write the tables and flame graphs of a trace; return their paths.
+
+    Args:
+        found: The trace, as `analyse` returns it.
+        folder: Folder of the files.
+
+    Raises:
+        InputError: Where the disk refuses.
+    """
     texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}
     steps = f"{found.num_steps} steps" if found.num_steps else "the window"
     for name, root, title in (

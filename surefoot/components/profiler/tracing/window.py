@@ -42,8 +42,16 @@ CLOSING_FACTOR = 60  # closing a window takes 20 to 56 times the memory of recor
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """The steps to wait for, the warm-up steps of the profiler, and the `active` steps that are
-    recorded, once."""
+    """Steps of a profile, which are recorded once.
+
+    Args:
+        wait: Steps before the window, without the profiler.
+        warmup: Steps for which the profiler runs, and which are discarded.
+        active: Steps that are recorded.
+
+    Raises:
+        InputError: For less than 1 active step, or negative numbers.
+    """
 
     wait: int = 10
     warmup: int = 10
@@ -82,11 +90,11 @@ class Window:
 
 @final
 class Profiler:
-    """Recorder of one window of any loop into `folder`: call `step_done()` after each step, or use
-    it as a context around the loop.
+    """Recorder of one window of steps of any loop.
 
-    `is_done` is true once the window was recorded. A loop that ends first writes the steps recorded
-    so far; so does a window whose end would take more than half of the available memory.
+    Call `step_done()` after each step, or use it as a context around the loop. `is_done` is true
+    once the window was recorded. A loop that ends first writes the steps recorded so far; so does a
+    window whose end would take more than half of the available memory.
 
         with Profiler(model, "profile") as profiler:
             for batch in loader:
