@@ -65,6 +65,15 @@ def with_strides_of(kept: Tensor, moved: Tensor) -> Tensor:
     return moved.detach().to(device=kept.device, dtype=kept.dtype, copy=True).copy_(kept)
 
 
+def learning_rate_of(group: Mapping[str, Any]) -> float | Tensor | None:
+    """Return a parameter group's `lr`; None for an optimizer that computes its own.
+
+    transformers' Adafactor has `lr=None`; other optimizers have no `lr` at all.
+    """
+    rate: float | Tensor | None = group.get("lr")
+    return rate
+
+
 @dataclass(frozen=True)
 class Scaling:
     """The loss scale after a step, and whether its gradients overflowed.
@@ -86,7 +95,7 @@ class StepReport:
         step: Number of the step, from 1.
         epoch: Fraction of the data seen; 1.5 is the middle of the second epoch.
         num_samples: Number of samples that this step consumed, on all ranks together.
-        learning_rate: Learning rate of the step.
+        learning_rate: Learning rate of the step; None where the optimizer computes its own.
         totals: Total, count and weight of each term, by name.
         norm: Global gradient norm before clipping; None unless exactly one update ran.
         was_applied: Whether the optimizer step was applied, or skipped.
@@ -96,7 +105,7 @@ class StepReport:
     step: int
     epoch: float
     num_samples: int
-    learning_rate: float | Tensor
+    learning_rate: float | Tensor | None
     totals: Mapping[str, tuple[Tensor, float | Tensor, float]] = field(repr=False)
     norm: float | Tensor | None = field(repr=False)
     was_applied: bool | Tensor = field(repr=False)

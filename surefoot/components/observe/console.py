@@ -169,7 +169,7 @@ class Console:
         parts = [
             f"loss {format_number(summary.loss)}",
             self._score,
-            f"lr {format_number(summary.learning_rate)}",
+            "" if summary.learning_rate is None else f"lr {format_number(summary.learning_rate)}",
             format_throughput(summary.samples_per_s, summary.items_per_s, self._unit),
         ]
         fits = list(itertools.accumulate((part for part in parts if part), "{}  {}".format))

@@ -38,7 +38,7 @@ class Summary:
     loss: float | None
     terms: dict[str, float | None] = field(default_factory=dict)
     gradient_norm: float | None
-    learning_rate: float
+    learning_rate: float | None
     elapsed_s: float
     waiting_s: float
     loss_scale: float | None = None
@@ -104,7 +104,7 @@ class Meter:
             loss=sum(losses) if losses else None,
             terms=terms,
             gradient_norm=last.gradient_norm,
-            learning_rate=float(last.learning_rate),
+            learning_rate=None if last.learning_rate is None else float(last.learning_rate),
             elapsed_s=elapsed_s,
             waiting_s=sum(report.waiting_s for report in reports),
             loss_scale=last.loss_scale,

@@ -6,12 +6,13 @@ the rule that scales a learning rate fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from surefoot.contract.spec import OptimTable
+from surefoot.contract.state import learning_rate_of
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.curves import scale_to_batch
 
@@ -34,7 +35,7 @@ class LearningRates:
         self._has_curve = has_curve
         self._groups: list[dict[str, Any]] = []
         self._bases: list[float] = []
-        self._written: list[tuple[Any, int]] = []
+        self._written: list[tuple[Any, int]] = []  # None: the optimizer computes its own
 
     def take(self, groups: list[dict[str, Any]]) -> None:
         """Replace the previous groups by `groups`; additional groups bring their learning rate.
@@ -49,11 +50,11 @@ class LearningRates:
         if is_loaded and not self._has_curve:
             # the saved lr includes the multiplier
             multiplied[: len(self._groups)] = [1.0] * min(len(groups), len(self._groups))
-        added = [float(group["lr"]) * rate for group, rate in zip(groups, multiplied, strict=True)]
+        added = [_base_of(group) * rate for group, rate in zip(groups, multiplied, strict=True)]
         self._bases = [*self._bases[: min(count, len(groups))], *added[count:]]
         written = self._written if not is_loaded else []
         self._groups = groups
-        self._written = [*written, *(_mark(group["lr"]) for group in groups[len(written) :])]
+        self._written = [*written, *(_mark(group.get("lr")) for group in groups[len(written) :])]
 
     def read(self) -> list[float]:
         """Return the base learning rate of each group.
@@ -62,7 +63,7 @@ class LearningRates:
         decides.
         """
         for number, (group, written) in enumerate(zip(self._groups, self._written, strict=True)):
-            rate = group["lr"]
+            rate = group.get("lr")
             if (rate is written[0] and type(rate) is float) or _is_same(rate, written):
                 continue
             if self._has_curve or group.get("rate", 1.0) != 1.0:
@@ -74,18 +75,20 @@ class LearningRates:
                 raise SpecError(
                     (
                         f"the learning rate of parameter group {number} was set to "
-                        f"{float(group['lr']):g}, and {decided} sets it, too"
+                        f"{_base_of(group):g}, and {decided} sets it, too"
                     ),
                     hint=(
                         "use one of them: a torch scheduler works with a GuardedUpdate "
                         "without curve, over groups without rate"
                     ),
                 )
-            self._bases[number], self._written[number] = float(group["lr"]), _mark(group["lr"])
+            self._bases[number], self._written[number] = _base_of(group), _mark(rate)
         return self._bases
 
     def write(self, rates: Sequence[float | Tensor]) -> None:
         for number, (group, rate) in enumerate(zip(self._groups, rates, strict=True)):
+            if self._written[number][0] is None:
+                continue  # the optimizer computes its learning rate
             group["lr"], self._written[number] = (
                 rate,
                 (rate, 0) if type(rate) is float else _mark(rate),
@@ -93,14 +96,19 @@ class LearningRates:
 
     def keep(self) -> None:
         """Record the current `lr` of each group as written by this object."""
-        self._written = [_mark(group["lr"]) for group in self._groups]
+        self._written = [_mark(group.get("lr")) for group in self._groups]
 
 
-def _mark(rate: float | Tensor) -> tuple[float | Tensor, int]:
+def _base_of(group: Mapping[str, Any]) -> float:
+    rate = learning_rate_of(group)
+    return 0.0 if rate is None else float(rate)
+
+
+def _mark(rate: float | Tensor | None) -> tuple[float | Tensor | None, int]:
     return rate, rate._version if isinstance(rate, Tensor) else 0
 
 
-def _is_same(rate: float | Tensor, written: tuple[float | Tensor, int]) -> bool:
+def _is_same(rate: float | Tensor | None, written: tuple[float | Tensor | None, int]) -> bool:
     """Return whether a learning rate is the recorded one; a scheduler may change a tensor in place,
     so its version counts too."""
     value, version = written

@@ -21,7 +21,7 @@ from surefoot.components.observe.meter import Summary
 from surefoot.components.precision.policy import PLAIN, Policy
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.state import Timing
+from surefoot.contract.state import Timing, learning_rate_of
 from surefoot.contract.task import Batch, Resolved, Source
 from surefoot.core.schedule.plan import Curve
 from surefoot.runtime.comm.group import Group
@@ -182,9 +182,10 @@ class Assembly:
         """Return the Step record of the steps that `summary` and `timing` summarize."""
         ranks = self.engine.stepper.ranks
         rates = {
-            f"{u.name}.{i}" if i else u.name: g["lr"]
+            f"{u.name}.{i}" if i else u.name: float(rate)
             for u in self.updates
             for i, g in enumerate(u.guarded.groups)
+            if (rate := learning_rate_of(g)) is not None
         }
         return events.Step(
             generation=generation,
@@ -195,7 +196,7 @@ class Assembly:
             loss=summary.loss,
             terms=summary.terms,
             gradient_norm=summary.gradient_norm,
-            learning_rates={name: float(rate) for name, rate in rates.items()},
+            learning_rates=rates,
             num_applied=summary.num_applied,
             num_samples=summary.num_samples,
             num_items=summary.num_items,

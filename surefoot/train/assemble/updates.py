@@ -16,7 +16,7 @@ from surefoot.components.optim.groups import build_groups, check_cover, find_tra
 from surefoot.components.optim.learning_rates import scaled
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable, RunSpec
-from surefoot.contract.state import master_of
+from surefoot.contract.state import learning_rate_of, master_of
 from surefoot.contract.task import Loss, Resolved, Update
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule.plan import Curve
@@ -75,6 +75,11 @@ def make_updates(
             momentum_curve=_momentum_of(schedule, update.every),
             total_steps=total_steps if schedule.is_pure else None,
         )
+        notes += [
+            f"{type(each).__name__} computes its learning rate itself: the schedule has no effect"
+            for each in optimizers
+            if any(learning_rate_of(group) is None for group in each.param_groups)
+        ]
         in_backward = None
         if spec.memory.update_in_backward:
             from surefoot.components.optim.in_backward import UpdateInBackward

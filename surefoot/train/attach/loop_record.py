@@ -24,7 +24,7 @@ from surefoot.components.observe.meter import Meter
 from surefoot.components.profiler.phases.clock import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
-from surefoot.contract.state import StepReport
+from surefoot.contract.state import StepReport, learning_rate_of
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError
 from surefoot.core.process.forked import OwningProcess
 from surefoot.runtime.comm.group import Group
@@ -307,7 +307,7 @@ class LoopRecord:
             self._ledger.add(self.step, *batch)
         self._unstepped.clear()
         self.num_samples += count
-        rate = self._optimizers[0].param_groups[0]["lr"]
+        rate = learning_rate_of(self._optimizers[0].param_groups[0])
         report = StepReport(
             step=self.step,
             epoch=self._epoch,
@@ -338,8 +338,9 @@ class LoopRecord:
         self._loss = summary.loss
         groups = [group for each in self._optimizers for group in each.param_groups]
         rates = {
-            f"optimizer.{number}" if number else "optimizer": float(group["lr"])
+            f"optimizer.{number}" if number else "optimizer": float(rate)
             for number, group in enumerate(groups)
+            if (rate := learning_rate_of(group)) is not None
         }
         event = events.Step(
             generation=self.generation,

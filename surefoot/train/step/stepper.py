@@ -40,7 +40,7 @@ from surefoot.components.profiler.phases.clock import (
     OPTIMIZER,
     PhaseClock,
 )
-from surefoot.contract.state import Scaling, StepReport, leaf_of, master_of
+from surefoot.contract.state import Scaling, StepReport, leaf_of, learning_rate_of, master_of
 from surefoot.contract.task import Batch, Loss, Resolved, Term
 from surefoot.core.errors import BadRecordError
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
@@ -138,7 +138,7 @@ class Stepper:
         norm: float | Tensor | None = None
         applied: bool | Tensor = True
         overflowed: bool | Tensor = False
-        rate: float | Tensor = 0.0
+        rate: float | Tensor | None = 0.0
         num_done = 0
         self._observe_first(number)
         for index, update in enumerate(self._updates):
@@ -156,7 +156,7 @@ class Stepper:
                 )
             applied = was_applied if num_done == 0 else applied & was_applied
             overflowed = overflowed | did_overflow
-            rate = update.guarded.optimizers[0].param_groups[0]["lr"]
+            rate = learning_rate_of(update.guarded.optimizers[0].param_groups[0])
             num_done += 1
         self._end(number, applied)
         if self.ranks is not None:
