@@ -316,3 +316,41 @@ def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a
         run._record._lock.release()
     printed = " ".join(capsys.readouterr().err.split())
     assert "call torch.manual_seed(0) before the data are created" in printed
+
+
+@pytest.mark.parametrize("data", [Placed, Numbered, shuffled], ids=lambda each: each.__name__)
+@pytest.mark.parametrize("ways", [(), (4,), (1, 2, 8)], ids=str)
+def test_a_loop_that_counts_its_batches_resumes_at_the_count(
+    ways: tuple[int, ...], data: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The usual accumulation over 2 batches, with a shorter last step of each epoch of 5."""
+
+    def train(folder: Path, stop: int | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        with surefoot.attach(
+            model=model, optimizer=optimizer, data=data(), folder=folder, save="1 step"
+        ) as run:
+            for _ in range(run.first_pass, 3):
+                for number, (x, y) in enumerate(run.batches(), run.first_batch):
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                    if number % 2 == 1 or number + 1 == BATCHES:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        run.step_done(loss.detach())
+                        if run.step == stop:
+                            raise Left
+        assert run.first_batch == 0
+        return [each.detach().clone() for each in model.parameters()]
+
+    whole = train(tmp_path / "whole", None)
+    for stop in ways:
+        with contextlib.suppress(Left):
+            train(tmp_path / "cut", stop)
+    capsys.readouterr()
+    made = train(tmp_path / "cut", None)
+    assert all(torch.equal(one, other) for one, other in zip(whole, made, strict=True))
+    said = "enumerate(run.batches(), run.first_batch)" in capsys.readouterr().err
+    assert said == bool(ways)  # the last step before each stop was within an epoch

@@ -116,6 +116,14 @@ class AttachedLoop:
         """Number of finished or broken-off epochs before this attempt; the next may be partial."""
         return self._record.first_pass
 
+    @property
+    def first_batch(self) -> int:
+        """Index in its epoch of the first batch of the next `batches()`.
+
+        It is 0 except after a resume in mid-epoch: `enumerate(run.batches(), run.first_batch)`.
+        """
+        return self._record.first_batch
+
     def save(self) -> None:
         """Save a checkpoint now, after a finished step; for a loop that chooses the moment."""
         self._record.save()

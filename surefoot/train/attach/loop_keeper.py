@@ -168,6 +168,16 @@ class LoopKeeper:
         """Index of the epoch in which the loop resumes; earlier ones are finished or broken off."""
         return self.pass_number + self._is_between
 
+    def describe_position(self) -> tuple[str, ...]:
+        """Return a message on the batch in mid-epoch at which the loop resumes."""
+        if self._is_between or not self.position:
+            return ()
+        told = (
+            f"epoch {self.pass_number} resumes at batch {self.position}: a loop that counts the "
+            "batches of an epoch uses enumerate(run.batches(), run.first_batch)"
+        )
+        return (told,)
+
     _saves_itself = False
     lost_commits = ""  # what `resume` did not find, in words
     unfrozen: tuple[str, ...] = ()  # a note of the parameters that `resume` let train or froze

@@ -75,7 +75,7 @@ class LoopRecord:
         self._loss: float | None = None
         self._journal: Journal | NoJournal
         self._waiting_s = self._training_s = 0.0
-        self._num_batches = self._num_passes = self._unreported = 0
+        self._num_batches = self._num_passes = self._unreported = self.first_batch = 0
         self._watched = ObservedLoader(data)
         # (pass, place, samples) of the batches since the last step
         self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []
@@ -139,6 +139,9 @@ class LoopRecord:
         self.step = self._saved_step = int(loop["step"])
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
+        self.first_batch = (
+            0 if self.first_pass > self._keeper.pass_number else self._keeper.position
+        )
         changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         self._training_s = float(loop.get("training_s", 0.0))
         # an older version did not save the time
@@ -147,6 +150,7 @@ class LoopRecord:
         return (
             *set_aside,
             f"resuming after step {self.step:,}, with the saved learning rates and settings",
+            *self._keeper.describe_position(),
             *changed,
             *self._keeper.unfrozen,
             *notes,
@@ -189,7 +193,7 @@ class LoopRecord:
     # ---- while the loop runs
 
     def begin_pass(self) -> Iterator[Any]:
-        self._is_inside = True
+        self._is_inside, self.first_batch = True, 0
         # what the loop did between two passes is no part of a step's rate
         self._meter.restart_clock()
         self.clock.begin_steps()
