@@ -26,8 +26,8 @@ from surefoot.components.optim.kinds.eight_bits import Adam8bit, load_codes
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.components.optim.learning_rates import (
+    apply_batch_scaling,
     describe_scaling,
-    scaled,
     warn_of_large_batch,
     warn_of_no_rate,
 )
@@ -47,6 +47,7 @@ __all__ = [
     "GroupedParameter",
     "UpdateInBackward",
     "WeightAverage",
+    "apply_batch_scaling",
     "backward",
     "build",
     "build_groups",
@@ -64,7 +65,6 @@ __all__ = [
     "make_average",
     "master_of",
     "publish",
-    "scaled",
     "table_of",
     "store_narrow",
     "warn_of_large_batch",

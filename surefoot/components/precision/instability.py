@@ -132,7 +132,7 @@ class Watch:
                     module=module,
                     direction=way,
                     dtype=_name(made),
-                    largest=_largest(given),
+                    largest=_max_finite(given),
                     operator=operator,
                 )
 
@@ -157,7 +157,10 @@ class Watch:
                     (each for each in (*outputs, *inputs) if each.element_size() < 4), outputs[0]
                 )
                 self.overflow = Overflow(
-                    module=name, direction="forward", dtype=_name(narrow), largest=_largest(inputs)
+                    module=name,
+                    direction="forward",
+                    dtype=_name(narrow),
+                    largest=_max_finite(inputs),
                 )
             for each in outputs:
                 if each.requires_grad:
@@ -260,7 +263,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _largest(tensors: Iterable[Tensor]) -> float | None:
+def _max_finite(tensors: Iterable[Tensor]) -> float | None:
     return max((float(each.detach().abs().max()) for each in tensors if each.numel()), default=None)
 
 

@@ -18,7 +18,7 @@ from surefoot.components.metrics import Better
 from surefoot.components.parallel import Sharded
 from surefoot.components.stability import GradientNoise
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, Source
+from surefoot.contract.task import ResolvedTask, Source
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
@@ -27,7 +27,7 @@ from surefoot.runtime.comm import SOLO, Group, Mesh
 from surefoot.train.assemble.assembly import Assembly, Engine
 from surefoot.train.assemble.model import build_on_device, find_wanted_blocks, set_storage
 from surefoot.train.assemble.task import take_task
-from surefoot.train.assemble.updates import make_curve, make_updates, own_schedule
+from surefoot.train.assemble.updates import make_curve, make_updates, schedule_of_task
 from surefoot.train.environment import (
     describe_cudnn,
     find_device,
@@ -37,7 +37,7 @@ from surefoot.train.environment import (
 from surefoot.train.evaluate import Evaluation, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.batch_results import describe_unshared, watch
-from surefoot.train.record.compiling import compile_as_stated, describe_mode, eager
+from surefoot.train.record.compiling import compile_as_specified, describe_mode, run_uncompiled
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
@@ -95,7 +95,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     unshared = set[str]()
     tried = None if better else _try_out(spec, resolved, model, read, device, unshared)
     better = better or (tried.better if tried else "lower")
-    own = own_schedule(spec, resolved)
+    own = schedule_of_task(spec, resolved)
     stated = spec.schedule if own is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -137,7 +137,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     )
 
 
-def _describe_choices(spec: RunSpec, task: Resolved, feed: Feed) -> list[str]:
+def _describe_choices(spec: RunSpec, task: ResolvedTask, feed: Feed) -> list[str]:
     """Return notes on the task, the norms of the model and the samples of an epoch."""
     notes, source = list[str](), feed.source
     if task.importable is None:
@@ -158,7 +158,7 @@ def _describe_choices(spec: RunSpec, task: Resolved, feed: Feed) -> list[str]:
 
 def _try_out(
     spec: RunSpec,
-    task: Resolved,
+    task: ResolvedTask,
     model: nn.Module,
     read: Callable[[str], Source],
     device: torch.device,
@@ -202,7 +202,7 @@ def _find_warnings(
 
 def _make_engine(
     spec: RunSpec,
-    task: Resolved,
+    task: ResolvedTask,
     model: nn.Module,
     updates: list[LiveUpdate],
     course: RunSchedule,
@@ -244,9 +244,9 @@ def _make_engine(
         stepper.loader.skip_bad(spec.data.max_bad)
     if spec.observe.noise:
         stepper.noise = _noise(course.feed, updates)
-    compiled = compile_as_stated(spec, task, model, stepper, updates, recomputed)
+    compiled = compile_as_specified(spec, task, model, stepper, updates, recomputed)
     notes += [] if compiled is None else [compiled.words]
-    stepper.eager = functools.partial(eager, compiled)
+    stepper.eager = functools.partial(run_uncompiled, compiled)
     return Engine(device, policy, average, stepper, recomputed, compiled), notes
 
 

@@ -12,11 +12,11 @@ from surefoot.components.compiler import lay_channels_last
 from surefoot.components.parallel import check_unwrapped, join_batchnorm
 from surefoot.components.stability import convert_batchnorm
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved
+from surefoot.contract.task import ResolvedTask
 from surefoot.core.errors import SpecError, TaskError
 
 
-def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
+def build_model(spec: RunSpec, task: ResolvedTask) -> nn.Module:
     """Return the task's model, with BatchNorm replaced as `train.batchnorm` says.
 
     Raises SpecError if BatchNorm is to be replaced and the model has none.
@@ -35,7 +35,7 @@ def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
     return model
 
 
-def build_on_device(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
+def build_on_device(spec: RunSpec, task: ResolvedTask, device: torch.device) -> nn.Module:
     """Return the task's model on `device`. Raises TaskError for a model that cannot be trained."""
     model = build_model(spec, task)
     if not isinstance(model, nn.Module):
@@ -49,7 +49,7 @@ def build_on_device(spec: RunSpec, task: Resolved, device: torch.device) -> nn.M
 
 
 def find_wanted_blocks(
-    spec: RunSpec, task: Resolved, model: nn.Module
+    spec: RunSpec, task: ResolvedTask, model: nn.Module
 ) -> Sequence[str | nn.Module]:
     """Return the blocks to recompute: `memory.blocks`, else the task's; empty for repeated ones."""
     return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])

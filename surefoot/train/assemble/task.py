@@ -6,15 +6,15 @@ from typing import Any
 
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, find_arguments, find_use, is_named, load, resolve
+from surefoot.contract.task import ResolvedTask, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import SpecError
 
 
-def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
+def take_task(spec: RunSpec, task: Any = None) -> tuple[ResolvedTask, RunSpec]:
     """Return the resolved `task`, or the spec's task, and the spec that can build it again."""
     if task is None:
         return load_task(spec), spec
-    if isinstance(task, Resolved):
+    if isinstance(task, ResolvedTask):
         return task, spec
     if spec.data.folder is not None:
         raise SpecError(
@@ -33,7 +33,7 @@ def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
     return resolve(task), spec.replace_all({**tables, "task": {}})
 
 
-def load_task(spec: RunSpec) -> Resolved:
+def load_task(spec: RunSpec) -> ResolvedTask:
     """Build the spec's task with its `[data] folder`. Raises SpecError if none is named."""
     if spec.task.use is None:
         raise SpecError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, draws, norms
-from surefoot.train.record.compiling import eager
+from surefoot.train.record.compiling import run_uncompiled
 from surefoot.train.record.noticed.unheld import describe_task, watch_task
 from surefoot.train.resume.state import LiveState
 
@@ -30,7 +30,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
         )
     LiveState(assembly).check()
     generators = watch_task(assembly)
-    with eager(assembly.engine.compiled):  # what is tried here no step repeats
+    with run_uncompiled(assembly.engine.compiled):  # what is tried here no step repeats
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(

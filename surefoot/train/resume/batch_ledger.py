@@ -48,5 +48,5 @@ class BatchLedger:
 def takes_batches(folder: Path, feed: Feed) -> bool:
     """Return whether the run's ledger is one of batches; a resumed run keeps its ledger format."""
     return isinstance(feed.source, Iterated) and (
-        loop_ledger.is_of_a_loop(folder) or not (folder / FILE).exists()
+        loop_ledger.is_loop_run(folder) or not (folder / FILE).exists()
     )

@@ -134,7 +134,7 @@ def convert(
     return ConvertedShards(
         index=index,
         kept=len(shards) - len(missing),
-        parts=_parts(images),
+        parts=_part_extensions(images),
         beside=(*beside, SUMS),
     )
 
@@ -199,7 +199,7 @@ def _files(images: ImageFolder) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
 
 
-def _parts(images: ImageFolder) -> dict[str, str]:
+def _part_extensions(images: ImageFolder) -> dict[str, str]:
     """Return the extension of each part; images in several formats are a part for each format."""
     kinds = sorted({name.rpartition(".")[2].lower() for name in images.names})
     named = {"image": kinds[0]} if len(kinds) == 1 else {kind: kind for kind in kinds}
