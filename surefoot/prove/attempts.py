@@ -120,7 +120,7 @@ def find_last_error(text: str) -> str:
     """Return the error at the end of a process's output, without the traceback before it.
 
     >>> error = "surefoot.core.errors.TaskError: no such task\\nhint: name it"
-    >>> last_words(f"Traceback (most recent call last):\\n  File\\n{error}")
+    >>> find_last_error(f"Traceback (most recent call last):\\n  File\\n{error}")
     'no such task\\nhint: name it'
     """
     lines = text.strip().splitlines()

@@ -194,7 +194,7 @@ def _or_none(microbatch: int, batch: int) -> int | None:
 def halve_microbatch(microbatch: int) -> int:
     """Return the largest divisor of `microbatch` that is at most half of it.
 
-    >>> half(32), half(15), half(7)
+    >>> halve_microbatch(32), halve_microbatch(15), halve_microbatch(7)
     (16, 5, 1)
     """
     return next(size for size in range(microbatch // 2, 0, -1) if microbatch % size == 0)
