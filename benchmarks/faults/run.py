@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.measured import show
 from surefoot.core.units import UNKNOWN, format_seconds
 from surefoot.prove.campaigns import CAMPAIGNS
-from surefoot.prove.campaigns.outcome import CampaignOutcome, carry_out
+from surefoot.prove.campaigns.outcome import CampaignOutcome, run_trials
 from surefoot.prove.campaigns.workshop import Workshop
 from surefoot.prove.promises import PROMISES
 from surefoot.trial import find_conditions, markdown
@@ -152,7 +152,7 @@ def main() -> None:
                 Workshop(Path(folder) / campaign.case),
                 asked.trials or MANY[campaign.case],
             )
-            outcome = carry_out(campaign, workshop, trials=trials, seed=asked.seed, tell=_tell)
+            outcome = run_trials(campaign, workshop, trials=trials, seed=asked.seed, tell=_tell)
             (asked.out / f"{campaign.case}.json").write_text(
                 json.dumps(as_row(outcome), indent=1) + "\n"
             )

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.measured import ROOT, show
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.prove.ladder.workbench import OUTCOMES
 
 FOLDER = Path(__file__).parent
@@ -66,7 +66,7 @@ def keep(climbed: Path, name: str) -> None:
         shutil.copy(climbed / kept, folder / kept)
     rows = map(json.loads, (climbed / OUTCOMES).read_text().splitlines())
     short = [
-        {**row, "error": last_words(row["error"])} if row.get("error") else row for row in rows
+        {**row, "error": find_last_error(row["error"])} if row.get("error") else row for row in rows
     ]
     (folder / OUTCOMES).write_text("".join(f"{json.dumps(row)}\n" for row in short))
 

@@ -54,7 +54,7 @@ class UNet(nn.Module):
             nn.Sequential(nn.Conv2d(a, b, 3, 2, 1), nn.GroupNorm(4, b), nn.SiLU())
             for a, b in pairwise(sizes)
         )
-        self.up = nn.ModuleList(
+        self.y_of = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a + b, a, 3, padding=1), nn.GroupNorm(4, a), nn.SiLU())
             for a, b in pairwise(sizes)
         )
@@ -65,7 +65,7 @@ class UNet(nn.Module):
         for down in self.down:
             levels.append(down(levels[-1]))
         x = levels.pop()
-        for up in reversed(self.up):
+        for up in reversed(self.y_of):
             x = up(torch.cat([F.interpolate(x, scale_factor=2), levels.pop()], 1))
         return self.head(x.mean((2, 3)))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.measured import ROOT, make_parser, measure, render_conditions, show
-from surefoot.core.cost.roofline import giga
+from surefoot.core.cost.roofline import format_giga
 from surefoot.core.hardware import find_machine
 from surefoot.core.statistics import median
 from surefoot.core.units import format_percent
@@ -67,7 +67,7 @@ def render_spreads(trial: Trial) -> str:
                     (
                         threads,
                         name,
-                        giga(median(mine)),
+                        format_giga(median(mine)),
                         str(len(mine)),
                         format_percent(spread),
                         _word(spread <= WIDEST),
@@ -96,8 +96,8 @@ def render_shares(trial: Trial) -> str:
                     (
                         threads,
                         name,
-                        giga(median(mine)),
-                        giga(best),
+                        format_giga(median(mine)),
+                        format_giga(best),
                         f"{arm}: {_call(trial, f'{arm} {threads}', number, name)}",
                         format_percent(share),
                         _word(share >= MIN_SHARE),

@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.y_of, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         q, k, v = (
@@ -149,7 +149,7 @@ class Block(nn.Module):
         )
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x_BTD = x_BTD + self.out(attended.transpose(1, 2).flatten(2))
-        return x_BTD + self.down(F.gelu(self.up(self.norm2(x_BTD))))
+        return x_BTD + self.down(F.gelu(self.y_of(self.norm2(x_BTD))))
 
 
 def draw_gpt(count: int, draws: torch.Generator) -> Batch:

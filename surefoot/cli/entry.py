@@ -14,7 +14,7 @@ def main() -> None:
     """Run the verb that the command line names."""
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         # SIGUSR1 requests a save, and would end the process until a run handles it
-        signal.signal(signal.SIGUSR1, _hear)
+        signal.signal(signal.SIGUSR1, _ignore_signal)
     if (link := place.take_forks()) is not None:
         from surefoot.cli.forks import serve
 
@@ -33,7 +33,7 @@ def main() -> None:
         raise
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
+def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Do nothing on SIGUSR1, since there is nothing to save yet.
 
     This is a handler and not SIG_IGN: the run and every child process would inherit an ignored

@@ -40,7 +40,7 @@ def serve(descriptor: int) -> None:
         gc.collect()
         # garbage collection in a rank then skips these objects and copies none of their pages
         gc.freeze()
-        link.send(json.dumps({"fit": _is_fit()}).encode())
+        link.send(json.dumps({"fit": _can_fork()}).encode())
         while True:
             content, given, _, _ = socket.recv_fds(link, MAX_BYTES, MAX_DESCRIPTORS)
             if not content:
@@ -90,7 +90,7 @@ def _write_open_files() -> None:
     ctypes.CDLL(None).fflush(None)
 
 
-def _is_fit() -> bool:
+def _can_fork() -> bool:
     """Return whether a fork would lose nothing: no second thread and no initialized CUDA.
 
     A monitoring agent, for example, starts a second thread.
@@ -110,7 +110,7 @@ def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) 
     variables, random seeds, and a process name.
     """
     os.setpgid(0, 0)
-    signals.dying_with(parent)()
+    signals.make_parent_death_hook(parent)()
     if not request["speaks"]:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for source, target in ((nowhere, 1), (given[-1], 2)):

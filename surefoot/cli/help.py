@@ -48,10 +48,10 @@ class Verb(TyperCommand):
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return [_plain(each) for each in super().get_params(ctx)]
+        return [_without_type_label(each) for each in super().get_params(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        with _escaped(self, *self.get_params(ctx)):
+        with _escape_markup(self, *self.get_params(ctx)):
             super().format_help(ctx, formatter)
 
 
@@ -81,10 +81,10 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
-        return [_plain(each) for each in super().get_params(ctx)]
+        return [_without_type_label(each) for each in super().get_params(ctx)]
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        with _escaped(self, *self.get_params(ctx), *self.commands.values()):
+        with _escape_markup(self, *self.get_params(ctx), *self.commands.values()):
             super().format_help(ctx, formatter)
 
 
@@ -147,7 +147,7 @@ def _find_values(parameter: Any, args: Sequence[str]) -> list[str]:
     return found
 
 
-def _plain(parameter: Any) -> Any:
+def _without_type_label(parameter: Any) -> Any:
     """Return the parameter without the type label that Typer would show."""
     if getattr(parameter, "is_flag", False) and parameter.metavar is None:
         parameter.metavar = ""
@@ -157,7 +157,7 @@ def _plain(parameter: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _escaped(*described: Any) -> Iterator[None]:
+def _escape_markup(*described: Any) -> Iterator[None]:
     """Escape markup in the help texts of commands and parameters for as long as they are shown."""
     from rich.markup import escape
 

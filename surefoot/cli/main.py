@@ -143,7 +143,7 @@ def main() -> None:
         if not isinstance(error, OutOfMemory) and is_refused(error):
             code = _tell_no_memory(error, error.message)
         else:
-            _tell(error)
+            _print_error(error)
             code = error.exit_code
     except typer.Exit as leave:
         code = leave.exit_code
@@ -239,7 +239,7 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
         from surefoot.core.process.memory_limits import find_limit
 
         most = f"this process may use at most {find_limit().words}"
-        _tell(
+        _print_error(
             OutOfMemory(message, hint=f"{most}: raise that limit, or use a smaller model or batch")
         )
     except Exception:  # noqa: BLE001 - even this message needs memory, and an import without it raises any error
@@ -253,7 +253,7 @@ def _tell_unwritten(error: OSError) -> int:
     A full, broken or read-only disk refused the write, most often to standard output.
     """
     where = error.filename or "standard output"
-    _tell(
+    _print_error(
         StorageError(
             f"{where} cannot be written: {error.strerror}",
             hint=hint_unwritten(error, "write to another disk"),
@@ -274,7 +274,7 @@ def _tell_refused(error: OSError) -> int:
     told = InputError(
         f"{error.filename} cannot be opened: {error.strerror}", hint=hint_unread(error)
     )
-    _tell(told)
+    _print_error(told)
     return told.exit_code
 
 
@@ -296,7 +296,7 @@ def _exit_code_of(leave: SystemExit) -> int:
     error = UserCodeError(
         f"the task ended the process: {blame.describe(leave)}", hint="raise an error instead"
     )
-    _tell(error)
+    _print_error(error)
     return error.exit_code
 
 
@@ -304,18 +304,18 @@ def _wants_traceback() -> bool:
     return "--traceback" in sys.argv
 
 
-def _tell(error: SurefootError) -> None:
+def _print_error(error: SurefootError) -> None:
     if _wants_traceback():
         import traceback
 
         traceback.print_exception(error)
     with contextlib.suppress(OSError):  # the stream may be closed; the exit code remains
-        print(f"error: {_harmless(error.message)}", file=sys.stderr)
+        print(f"error: {_remove_control_characters(error.message)}", file=sys.stderr)
         if error.hint:
-            print(f"hint: {_harmless(error.hint)}", file=sys.stderr)
+            print(f"hint: {_remove_control_characters(error.hint)}", file=sys.stderr)
 
 
-def _harmless(text: str) -> str:
+def _remove_control_characters(text: str) -> str:
     """Return the text without terminal control characters: it may name a foreign tensor."""
     from surefoot.cli.table import without_control
 

@@ -252,7 +252,7 @@ def reject_spec_flags(flags: Mapping[str, object], done: str, verb: str) -> None
         )
 
 
-def teller(verb: str, *, quiet: bool) -> Callable[[str], None]:
+def make_progress_printer(verb: str, *, quiet: bool) -> Callable[[str], None]:
     """Return a function that prints a verb's progress on standard error, or does nothing."""
     return (lambda text: None) if quiet else lambda text: say(f"{verb}: {text}")
 

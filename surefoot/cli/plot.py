@@ -83,13 +83,13 @@ def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> s
         canvas.line(_points(x, values, axis, canvas), letters[index % len(letters)])
     if len(curves) > 1 and style.braille:
         canvas.write_letters(len(curves))
-    lines = _framed(canvas, labels, style.braille)
+    lines = _add_frame(canvas, labels, style.braille)
     lines += _x_axis(x, canvas.columns, margin, style)
     if len(curves) > 1:
         legend = [
             f"{LETTERS[index % 26]} {without_control(name)}" for index, name in enumerate(curves)
         ]
-        lines += _wrapped(legend, margin + 2, style.width)
+        lines += _wrap_legend(legend, margin + 2, style.width)
     return "\n".join(line.rstrip() for line in [*lines, *_notes(curves, axis)])
 
 
@@ -116,7 +116,7 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
             title = f"{'':{left}}  {without_control(name)[: canvas.columns]}"
             panel = [
                 title,
-                *_framed(canvas, shown, style.braille, left),
+                *_add_frame(canvas, shown, style.braille, left),
                 *_x_axis(x, canvas.columns, left, style),
             ]
             panels.append([line.ljust(left + 2 + canvas.columns) for line in panel])
@@ -140,7 +140,7 @@ class _Canvas:
         before = None
         for point in points:
             if point is not None:
-                for column, row in _between(before or point, point):
+                for column, row in _line_dots(before or point, point):
                     self._set(column, row, letter, path)
             before = point
         self._paths.append(path)
@@ -176,7 +176,7 @@ class _Canvas:
         return chr(_BRAILLE + dots) if (dots := self._cells.get((column, row), 0)) else " "
 
 
-def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
+def _line_dots(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
     """Return the dots of a straight line, both ends included."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
@@ -228,7 +228,7 @@ def _tick_labels(axis: Axis, height: int) -> list[str]:
     return labels
 
 
-def _framed(
+def _add_frame(
     canvas: _Canvas, labels: Sequence[str], braille: bool, margin: int | None = None
 ) -> list[str]:
     width = max(map(len, labels)) if margin is None else margin
@@ -256,7 +256,7 @@ def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list
     return [*lines, f"{'':{margin}}  {style.x_title:^{columns}}"] if style.x_title else lines
 
 
-def _wrapped(parts: Sequence[str], indent: int, width: int) -> list[str]:
+def _wrap_legend(parts: Sequence[str], indent: int, width: int) -> list[str]:
     """Return the legend, with as many entries in a line as fit."""
     lines = [" " * indent]
     for part in parts:

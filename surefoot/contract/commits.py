@@ -117,7 +117,10 @@ def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piec
     """Return the digest of a safetensors file, from its header and the digests of its tensors."""
     order = sorted(pieces, key=lambda name: (pieces[name].start, pieces[name].num_bytes, name))
     return digest.combine(
-        [bytes.fromhex(digest.of_bytes(header)), *(bytes.fromhex(found[name]) for name in order)]
+        [
+            bytes.fromhex(digest.digest_of_bytes(header)),
+            *(bytes.fromhex(found[name]) for name in order),
+        ]
     )
 
 

@@ -104,7 +104,7 @@ def begin_read(
     return _begin(pool, work)
 
 
-def of_bytes(data: Any) -> str:
+def digest_of_bytes(data: Any) -> str:
     """Return the digest of a buffer, computed in this thread."""
     buffer = memoryview(data).cast("B")
     return combine(
@@ -155,7 +155,7 @@ _Chunk = _MemoryChunk | _FileChunk
 def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
     """Start hashing chunks, several at once where that is faster."""
     found: dict[int, tuple[Future[list[bytes]], int]] = {}
-    for group in lanes.share_out([chunk.num_bytes for _, chunk in work]):
+    for group in lanes.group_by_size([chunk.num_bytes for _, chunk in work]):
         digests = pool.submit(_hash, [work[i][1] for i in group])
         found |= {i: (digests, place) for place, i in enumerate(group)}
     parts: dict[str, list[tuple[Future[list[bytes]], int]]] = {}
@@ -165,7 +165,7 @@ def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
 
 
 def _hash(group: Sequence[_Chunk]) -> list[bytes]:
-    rooms = _rooms(group)
+    rooms = _make_chunk_buffers(group)
     if len(group) == 1:
         digest = hashlib.sha256()
         for part in group[0].parts(rooms[0]):
@@ -178,7 +178,7 @@ def _hash(group: Sequence[_Chunk]) -> list[bytes]:
     return side_by_side.digests()
 
 
-def _rooms(group: Sequence[_Chunk]) -> list[memoryview]:
+def _make_chunk_buffers(group: Sequence[_Chunk]) -> list[memoryview]:
     """Return a read buffer for each chunk of a file."""
     stored = [chunk.num_bytes for chunk in group if isinstance(chunk, _FileChunk)]
     if not stored:
@@ -190,7 +190,7 @@ def _rooms(group: Sequence[_Chunk]) -> list[memoryview]:
     return [room[i * each : (i + 1) * each] for i in range(len(group))]
 
 
-def of_file(path: Path) -> str:
+def digest_of_file(path: Path) -> str:
     """Return the plain SHA-256 of a whole file, as `sha256sum` prints it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

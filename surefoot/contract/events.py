@@ -53,7 +53,7 @@ class Event:
         try:
             return _encode(row) + "\n"
         except ValueError:  # a non-finite number
-            return _encode(_finite(row)) + "\n"
+            return _encode(_replace_nonfinite(row)) + "\n"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +237,15 @@ _PLAIN: dict[str, type | tuple[type, ...]] = {
 }
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Replace non-finite numbers by their names, since JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+        return {str(key): _replace_nonfinite(part) for key, part in value.items()}
+    return (
+        [_replace_nonfinite(part) for part in value] if isinstance(value, list | tuple) else value
+    )
 
 
 def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> Iterator[Event]:
@@ -370,7 +372,9 @@ def _parse(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | No
         for key, value in values.items()
         if key not in _NO_COUNTS or not isinstance(value, int)
     }
-    wrong = next((key for key, value in counted.items() if not _fits(value, types[key])), None)
+    wrong = next(
+        (key for key, value in counted.items() if not _has_annotated_type(value, types[key])), None
+    )
     try:
         if wrong is None:
             return kind(**values)
@@ -380,14 +384,18 @@ def _parse(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | No
     return None
 
 
-def _fits(value: Any, type_: str) -> bool:
+def _has_annotated_type(value: Any, type_: str) -> bool:
     """Return whether a value has the annotated type; counts may not exceed those of a spec."""
     if type_.startswith("Mapping[str, "):
-        return isinstance(value, dict) and all(_fits(part, type_[13:-1]) for part in value.values())
+        return isinstance(value, dict) and all(
+            _has_annotated_type(part, type_[13:-1]) for part in value.values()
+        )
     if type_.startswith("tuple["):
-        return isinstance(value, list) and all(_fits(part, type_[6:-6]) for part in value)
+        return isinstance(value, list) and all(
+            _has_annotated_type(part, type_[6:-6]) for part in value
+        )
     if " | " in type_:
-        return any(_fits(value, one) for one in type_.split(" | "))
+        return any(_has_annotated_type(value, one) for one in type_.split(" | "))
     if isinstance(value, bool):
         return type_ in ("bool", "Any")
     return isinstance(value, _PLAIN[type_]) and not (

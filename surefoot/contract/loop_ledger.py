@@ -129,7 +129,7 @@ class LoopLedger:
         self._file.close()
 
 
-def is_of_a_loop(folder: Path) -> bool:
+def is_loop_run(folder: Path) -> bool:
     """Return whether a run's ledger is that of a user-written loop."""
     try:
         with files.open_file(folder, FILE) as file:
@@ -218,11 +218,16 @@ def check(run: Path) -> LoopConsumed:
         num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
         num_passes=len({batch.number_of_pass for batch in kept}),
         num_compared=num_compared,
-        faults=(*map(_told_of_damage, damaged), *_places(kept), *_samples(kept, promise), *others),
+        faults=(
+            *map(_make_damage_fault, damaged),
+            *_places(kept),
+            *_samples(kept, promise),
+            *others,
+        ),
     )
 
 
-def _told_of_damage(damage: DamagedBytes) -> LedgerFault:
+def _make_damage_fault(damage: DamagedBytes) -> LedgerFault:
     return LedgerFault(
         "damaged",
         damage.step,

@@ -289,18 +289,18 @@ def _parse(row: dict[str, Any]) -> Manifest:
 
     The digest protects from accidents, not from an attacker.
     """
-    files = tuple(entry_from(entry) for entry in _check_type(row.pop("files"), list))
+    files = tuple(parse_entry(entry) for entry in _check_type(row.pop("files"), list))
     names = [entry.name for entry in files]
-    _demand(len(set(names)) == len(names), "a file is named twice")
+    _require(len(set(names)) == len(names), "a file is named twice")
     _check_parts(files)
     made = Manifest(files=files, **row)
-    _demand(0 <= _check_type(made.step, int) < MAX_STEP, "its step is not valid")
-    _demand(
+    _require(0 <= _check_type(made.step, int) < MAX_STEP, "its step is not valid")
+    _require(
         0 <= _check_type(made.generation, int) < 10**12 and _check_type(made.format, int) > 0,
         "its generation or format is not a valid number",
     )
     _check_type(made.spec_id, str)
-    _demand(
+    _require(
         all(
             isinstance(key, str) and isinstance(value, str)
             for key, value in _check_type(made.environment, dict).items()
@@ -310,7 +310,7 @@ def _parse(row: dict[str, Any]) -> Manifest:
     _check_layout(_check_type(made.layout, dict))
     if made.score is not None:
         check_score(_check_type(made.score, dict))
-    _demand(
+    _require(
         made.parent is None
         or all(_is_plain(value) for value in _check_type(made.parent, dict).values()),
         "parent",
@@ -328,7 +328,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _check_layout(row: Mapping[str, Any]) -> None:
-    _demand(
+    _require(
         all(type(value) is int and value > 0 for value in row.values()) and "world_size" in row,
         "layout",
     )
@@ -341,13 +341,13 @@ def check_score(row: Mapping[str, Any]) -> None:
     """
     value = row.get("value")
     is_number = _is_plain(value) and not isinstance(value, str | bool)
-    _demand(is_number, f"the value of its score is {str(value)[:40]}, which is no finite number")
-    _demand(
+    _require(is_number, f"the value of its score is {str(value)[:40]}, which is no finite number")
+    _require(
         row.get("better") in BETTER,
         f"its score says {str(row.get('better'))[:40]!r} for better, "
         f"which is none of {', '.join(BETTER)}",
     )
-    _demand(
+    _require(
         isinstance(row.get("name"), str) and isinstance(row.get("split", ""), str),
         "its score has no name",
     )
@@ -363,7 +363,7 @@ def _check_parts(files: Sequence[Entry]) -> None:
         if len(pieces) == 1 and not pieces[0].is_part:
             continue
         whole, end = pieces[0].whole, 0
-        _demand(
+        _require(
             all((each.whole, each.dtype) == (whole, pieces[0].dtype) for each in pieces),
             f"{file}: the parts of {name} differ",
         )
@@ -371,15 +371,15 @@ def _check_parts(files: Sequence[Entry]) -> None:
             (each for each in pieces if each.shape[:1] != (0,)), key=lambda each: each.offset
         ):
             is_rows = bool(whole) and piece.shape[1:] == whole[1:] and not any(piece.offset[1:])
-            _demand(
+            _require(
                 is_rows and piece.offset[0] == end,
                 f"{file}: the parts of {name} are not consecutive rows",
             )
             end += piece.shape[0]
-        _demand(end == whole[0], f"{file}: rows of {name} are missing")
+        _require(end == whole[0], f"{file}: rows of {name} are missing")
 
 
-def entry_from(row: dict[str, Any]) -> Entry:
+def parse_entry(row: dict[str, Any]) -> Entry:
     """Return the checked entry of one file of a manifest. Raises RunFolderError."""
     tensors = row.get("tensors")
     pieces = (
@@ -395,14 +395,14 @@ def entry_from(row: dict[str, Any]) -> Entry:
         raise RunFolderError(
             f"it names the file {made.name[:100]!r}, which is not a plain file name"
         )
-    _demand(
+    _require(
         0 <= _check_type(made.num_bytes, int) <= MAX_COUNT
         and len(_check_type(made.sha256, str)) == 64,
         f"{made.name} has no size or digest",
     )
-    _demand(made.since is None or _check_type(made.since, int) >= 0, "since")
+    _require(made.since is None or _check_type(made.since, int) >= 0, "since")
     if pieces is None:
-        _demand(
+        _require(
             made.num_bytes <= MAX_TEXT_BYTES,
             f"{made.name} is larger than {MAX_TEXT_BYTES >> 30} GiB and holds no tensors",
         )
@@ -417,27 +417,27 @@ def _piece(row: dict[str, Any]) -> Piece:
         for key in ("shape", "whole", "offset")
     }
     made = Piece(**{**row, **shapes})
-    _demand(
+    _require(
         made.dtype in ITEM_BYTES and len(_check_type(made.sha256, str)) == 64,
         "a tensor has no known dtype or no digest",
     )
-    _demand(
+    _require(
         len(made.shape) == len(made.whole) == len(made.offset),
         "the shapes of a tensor have other dimensions",
     )
-    _demand(
+    _require(
         all(o + s <= w for o, s, w in zip(made.offset, made.shape, made.whole, strict=True)),
         "a piece exceeds its tensor",
     )
     excess = find_excess(made.whole)
-    _demand(excess is None, f"a tensor of {excess}")
-    _demand(0 <= _check_type(made.start, int) <= MAX_COUNT, "a tensor has no valid offset")
-    _demand(_check_type(made.owner, int) >= 0, "owner")
+    _require(excess is None, f"a tensor of {excess}")
+    _require(0 <= _check_type(made.start, int) <= MAX_COUNT, "a tensor has no valid offset")
+    _require(_check_type(made.owner, int) >= 0, "owner")
     return made
 
 
 def _size(value: Any) -> int:
-    _demand(0 <= _check_type(value, int) <= MAX_COUNT, f"a dimension of {str(value)[:40]}")
+    _require(0 <= _check_type(value, int) <= MAX_COUNT, f"a dimension of {str(value)[:40]}")
     return int(value)
 
 
@@ -448,9 +448,9 @@ def _check_tiling(name: str, pieces: Mapping[str, Piece], num_bytes: int) -> Non
     """
     end = 0
     for piece in sorted(pieces.values(), key=lambda each: (each.start, each.num_bytes)):
-        _demand(piece.start == end, f"{name}: tensors overlap or leave a gap")
+        _require(piece.start == end, f"{name}: tensors overlap or leave a gap")
         end += piece.num_bytes
-    _demand(end <= num_bytes, f"{name}: its tensors are larger than the file")
+    _require(end <= num_bytes, f"{name}: its tensors are larger than the file")
 
 
 def _check_type(value: Any, kind: type) -> Any:
@@ -459,6 +459,6 @@ def _check_type(value: Any, kind: type) -> Any:
     return value
 
 
-def _demand(holds: bool, otherwise: str) -> None:
+def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise RunFolderError(otherwise)

@@ -52,7 +52,7 @@ class RunLock:
         close_in_children(self)
         try:
             self._open(folder)
-            self.generation = max(self._previous(), after) + 1
+            self.generation = max(self._read_generation(), after) + 1
             self._write()
         except OSError as error:
             self.release()
@@ -119,7 +119,7 @@ class RunLock:
                 return False
         return True
 
-    def _previous(self) -> int:
+    def _read_generation(self) -> int:
         generation = _read(self._descriptor).get("generation", 0)
         return generation if isinstance(generation, int) else 0
 
@@ -144,19 +144,19 @@ class RunLock:
                 self._path.unlink(missing_ok=True)
             raise
 
-    def still_ours(self) -> bool:
+    def is_still_held(self) -> bool:
         """Return whether certainly no later attempt took the folder.
 
         Checked before every checkpoint; False where the disk does not answer.
         """
-        return self._stands() is True
+        return self._is_current() is True
 
     def is_lost(self) -> bool:
         """Return whether certainly a later attempt took the folder, or the folder is gone.
 
         False where the disk does not answer.
         """
-        return self._stands() is False
+        return self._is_current() is False
 
     def describe_loss(self) -> str:
         """Return why this attempt may not write: the folder is gone, or a later attempt took it."""
@@ -165,7 +165,7 @@ class RunLock:
             return f"{folder} no longer exists: it was moved or deleted"
         return f"a later attempt now writes {folder} (generation {read_generation(folder)})"
 
-    def _stands(self) -> bool | None:
+    def _is_current(self) -> bool | None:
         try:
             return (
                 int(json.loads(files.read_bytes(self._path.parent, FILE))["generation"])
@@ -253,8 +253,8 @@ def find_owner(folder: Path) -> LockOwner:
     host, boot, since_s = row.get("host"), row.get("boot"), row.get("since_s")
     return LockOwner(
         is_held=is_held,
-        generation=_whole(row.get("generation")),
-        process=_whole(row.get("process")),
+        generation=_integer_or_none(row.get("generation")),
+        process=_integer_or_none(row.get("process")),
         host=host if isinstance(host, str) else None,
         boot=boot if isinstance(boot, str) else None,
         since_s=float(since_s)
@@ -263,7 +263,7 @@ def find_owner(folder: Path) -> LockOwner:
     )
 
 
-def _whole(value: object) -> int | None:
+def _integer_or_none(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 

@@ -69,7 +69,7 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
                 where=where,
             )
         annotation = known[key].annotation
-        if annotation is not None and not _fits(value, annotation):
+        if annotation is not None and not _matches_annotation(value, annotation):
             raise SpecError(
                 f"task.{key} is {value!r}",
                 hint=f"give a value of type {ast.unparse(annotation)}",
@@ -157,7 +157,7 @@ def find_parameters(use: str) -> list[Parameter] | None:
         if _is_bound(tree, name):
             return None
         raise TaskError(f"{path} has no class {name!r}", hint=suggest_class(path, name))
-    return _of_class(classes[name], classes, tree, 0)
+    return _class_parameters(classes[name], classes, tree, 0)
 
 
 def suggest_class(path: Path, name: str = "") -> str:
@@ -320,7 +320,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> set[str]:
     }
 
 
-def _of_class(
+def _class_parameters(
     node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], tree: ast.Module, depth: int
 ) -> list[Parameter] | None:
     if depth > MAX_DEPTH:
@@ -334,10 +334,10 @@ def _of_class(
         None,
     )
     if init is not None:
-        return None if init.args.kwarg is not None else _of_arguments(init.args)
+        return None if init.args.kwarg is not None else _argument_parameters(init.args)
     if any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
         own = [
-            _of_field(item)
+            _field_parameter(item)
             for item in node.body
             if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)
         ]
@@ -346,7 +346,7 @@ def _of_class(
         return []
     base = node.bases[0]
     if isinstance(base, ast.Name) and base.id in classes:
-        return _of_class(classes[base.id], classes, tree, depth + 1)
+        return _class_parameters(classes[base.id], classes, tree, depth + 1)
     imported = _imported_from(tree, base.id) if isinstance(base, ast.Name) else None
     if imported is not None and imported.startswith("surefoot.tasks."):
         return find_parameters(imported)
@@ -362,7 +362,7 @@ def _imported_from(tree: ast.Module, name: str) -> str | None:
     return None
 
 
-def _of_arguments(arguments: ast.arguments) -> list[Parameter]:
+def _argument_parameters(arguments: ast.arguments) -> list[Parameter]:
     plain = [*arguments.posonlyargs, *arguments.args]
     defaults: list[ast.expr | None] = [None] * (len(plain) - len(arguments.defaults)) + list(
         arguments.defaults
@@ -376,12 +376,12 @@ def _of_arguments(arguments: ast.arguments) -> list[Parameter]:
     ]
 
 
-def _of_field(item: ast.AnnAssign) -> Parameter:
+def _field_parameter(item: ast.AnnAssign) -> Parameter:
     name = item.target.id if isinstance(item.target, ast.Name) else ""
     return Parameter(name, item.annotation, None if item.value is None else ast.unparse(item.value))
 
 
-def _fits(value: Any, annotation: ast.expr) -> bool:
+def _matches_annotation(value: Any, annotation: ast.expr) -> bool:
     """Return whether a TOML value fits an annotation.
 
     True for an annotation that is not a simple type.
@@ -389,7 +389,9 @@ def _fits(value: Any, annotation: ast.expr) -> bool:
     if isinstance(annotation, ast.Constant):
         return value is None if annotation.value is None else _fits_text(value, annotation.value)
     if isinstance(annotation, ast.BinOp) and isinstance(annotation.op, ast.BitOr):
-        return _fits(value, annotation.left) or _fits(value, annotation.right)
+        return _matches_annotation(value, annotation.left) or _matches_annotation(
+            value, annotation.right
+        )
     if isinstance(annotation, ast.Subscript):
         return _fits_subscript(
             value, ast.unparse(annotation.value).rpartition(".")[2], _elements(annotation.slice)
@@ -404,7 +406,7 @@ def _fits_text(value: Any, text: object) -> bool:
     if not isinstance(text, str):
         return True
     try:
-        return _fits(value, ast.parse(text, mode="eval").body)
+        return _matches_annotation(value, ast.parse(text, mode="eval").body)
     except (SyntaxError, ValueError):
         return True
 
@@ -415,10 +417,10 @@ def _fits_subscript(value: Any, name: str, elements: list[ast.expr]) -> bool:
         return value in constants or len(constants) < len(elements)
     if name in ("Optional", "Union"):
         return (name == "Optional" and value is None) or any(
-            _fits(value, each) for each in elements
+            _matches_annotation(value, each) for each in elements
         )
     if name == "Annotated":
-        return _fits(value, elements[0])
+        return _matches_annotation(value, elements[0])
     return not (kinds := _TYPES.get(name)) or isinstance(value, kinds)
 
 

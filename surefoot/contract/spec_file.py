@@ -115,7 +115,7 @@ def read_of_run(
         raise files.no_run(run, FILE)
     tables, places = _tables_of_file((run / FILE).resolve(), depth=0, warns=False)
     if task is not None:
-        tables.setdefault("task", {})["use"] = _absolute_use(task, Path.cwd())
+        tables.setdefault("task", {})["use"] = _resolve_use(task, Path.cwd())
         places["task.use"] = "--task"
     try:
         return _build_spec(
@@ -223,7 +223,7 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
         )
     file, colon, _ = given.partition(":")
     if colon and (file.endswith(".py") or "/" not in file):
-        return {"task": {"use": _absolute_use(given, beside)}}, {"task.use": "the SPEC argument"}
+        return {"task": {"use": _resolve_use(given, beside)}}, {"task.use": "the SPEC argument"}
     path = builtin_folder() / f"{given}.toml"
     if given not in builtin_names():
         path = beside / given
@@ -354,12 +354,12 @@ def _lines(text: str) -> dict[str, int]:
 def _make_paths_absolute(stated: dict[str, Any], beside: Path) -> None:
     task, data = stated.get("task"), stated.get("data")
     if isinstance(task, dict) and isinstance(task.get("use"), str):
-        task["use"] = _absolute_use(task["use"], beside)
+        task["use"] = _resolve_use(task["use"], beside)
     if isinstance(data, dict) and isinstance(data.get("folder"), str):
         data["folder"] = str((beside / Path(data["folder"]).expanduser()).resolve())
 
 
-def _absolute_use(use: str, beside: Path) -> str:
+def _resolve_use(use: str, beside: Path) -> str:
     file, colon, name = use.partition(":")
     if not colon or not file.endswith(".py"):
         return use
@@ -373,7 +373,7 @@ def _override(
     into = tables.setdefault(table, {})
     if table == "task" and inner == ["use"]:
         into.clear()
-        value = _absolute_use(value, Path.cwd()) if isinstance(value, str) else value
+        value = _resolve_use(value, Path.cwd()) if isinstance(value, str) else value
     if table == "data" and inner == ["folder"] and isinstance(value, str):
         value = str(Path(value).expanduser().resolve())
     for part in inner[:-1]:
@@ -388,7 +388,7 @@ def rows(origin: Origin) -> list[tuple[str, Any, str]]:
     """Return every value of the spec as (key, value, origin), defaults included."""
     dumped = origin.spec.model_dump(mode="python")
     dumped["task"] = {"use": origin.spec.task.use, **origin.spec.task.parameters}
-    dumped["schedule"] = origin.spec.schedule.effective()
+    dumped["schedule"] = origin.spec.schedule.used_keys()
     known = signature.find_parameters(origin.spec.task.use) if origin.spec.task.use else None
     for parameter in known or ():
         if (

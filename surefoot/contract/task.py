@@ -188,7 +188,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved:
+class ResolvedTask:
     """A task with each optional part looked up once; a part that the task does not have is None."""
 
     task: Task
@@ -207,7 +207,7 @@ class Resolved:
     updates: Callable[[Any], Sequence[Update]] | None
 
 
-def resolve(task: Task, importable: str | None = None) -> Resolved:
+def resolve(task: Task, importable: str | None = None) -> ResolvedTask:
     """Look up every optional part of `task` once.
 
     Raises TaskError when one of model, data, forward, loss is missing, or a part is not callable.
@@ -253,7 +253,7 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
             ),
         )
     unit = getattr(task, "unit", "samples")
-    return Resolved(
+    return ResolvedTask(
         task=task,
         name=kind.lower(),
         importable=importable,
@@ -263,7 +263,7 @@ def resolve(task: Task, importable: str | None = None) -> Resolved:
     )
 
 
-def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
+def load(use: str, parameters: Mapping[str, Any]) -> ResolvedTask:
     """Import the class that `use` names and build it with `parameters`.
 
     `use` is a built-in task's name, `file.py:Class` or `package.module:Class`. Raises TaskError
@@ -282,7 +282,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
         else:
             if (here := str(Path.cwd())) not in sys.path:
                 sys.path.append(here)  # where `python -m` and `signature.find_source` look too
-            with _importing(module_name):
+            with _record_import(module_name):
                 module = importlib.import_module(module_name)
     except TaskError:
         raise
@@ -306,7 +306,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> Resolved:
         raise
     except (Exception, SystemExit) as error:
         raise TaskError(
-            f"task {use} cannot be built: {type(error).__name__}: {error}{_where(error)}",
+            f"task {use} cannot be built: {type(error).__name__}: {error}{_find_user_line(error)}",
             hint="its parameters are the keys of [task]",
         ) from error
     return resolve(task, importable=use)
@@ -318,7 +318,8 @@ def _failed_import(
     hint: str = "run the command with --traceback to see the whole error",
 ) -> TaskError:
     return TaskError(
-        f"task {use!r} does not import: {type(error).__name__}: {error}{_where(error)}", hint=hint
+        f"task {use!r} does not import: {type(error).__name__}: {error}{_find_user_line(error)}",
+        hint=hint,
     )
 
 
@@ -337,7 +338,7 @@ def _find_main(module_name: str, class_name: str) -> ModuleType | None:
 
 
 @contextlib.contextmanager
-def _importing(name: str) -> Iterator[None]:
+def _record_import(name: str) -> Iterator[None]:
     """Record that surefoot imports `name`, so that a run that the import starts is refused."""
     token = _imported.set((*_imported.get(), name))
     try:
@@ -360,17 +361,17 @@ def check_not_importing() -> None:
     )
     if names or is_spawned:
         script = getattr(sys.modules.get("__mp_main__"), "__file__", "the script")
-        raise _unguarded(names[-1] if names else str(script))
+        raise _make_unguarded_error(names[-1] if names else str(script))
 
 
-def _unguarded(where: str) -> TaskError:
+def _make_unguarded_error(where: str) -> TaskError:
     return TaskError(
         f"{where} starts a run when it is imported, but it is imported only for its definitions",
         hint='write `if __name__ == "__main__":` above the lines that train, and indent them',
     )
 
 
-def _where(error: BaseException) -> str:
+def _find_user_line(error: BaseException) -> str:
     """Return the line of user code that led to `error`, as ` (my_task.py:3, in <module>)`."""
     own = frames.find_user_frame(error)
     return "" if own is None else f" ({own.filename}:{own.lineno}, in {own.name})"
@@ -473,13 +474,13 @@ def import_file(path: Path) -> Any:
         )
     if (line := signature.find_unguarded_run(path)) is not None:
         # before any of it runs: it may clear its run folder
-        raise _unguarded(f"{path}:{line}")
+        raise _make_unguarded_error(f"{path}:{line}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    with _importing(str(path.resolve())):
+    with _record_import(str(path.resolve())):
         spec.loader.exec_module(module)
     return module
 

@@ -118,7 +118,7 @@ class MissingExtra(InputError):
 
 
 @contextmanager
-def needing(package: str, *modules: str, extra: str, needed_for: str) -> Iterator[None]:
+def require_package(package: str, *modules: str, extra: str, needed_for: str) -> Iterator[None]:
     """Raise MissingExtra for an import of `modules` inside the block that is not installed.
 
     A package that is installed and broken raises its own error.

@@ -160,7 +160,7 @@ def make_file(name: str) -> int:
     return descriptor
 
 
-def recall(descriptor: int) -> None:
+def request_restart(descriptor: int) -> None:
     """Tell a rank that its end will be a restart, not the end of the run."""
     os.pwrite(descriptor, FIELD.pack(RECALLED), RECALL)
 

@@ -114,15 +114,15 @@ def find_machine() -> Machine:
 
 def find_processor_flags() -> frozenset[str]:
     """Return the instruction sets of the processor, such as `avx512_bf16`; empty if unknown."""
-    listed = _of_processor("flags") or _of_processor("Features") or ""  # x86, ARM
+    listed = _read_cpuinfo("flags") or _read_cpuinfo("Features") or ""  # x86, ARM
     return frozenset(listed.split())
 
 
 def _processor_name() -> str | None:
-    return _of_processor("model name")
+    return _read_cpuinfo("model name")
 
 
-def _of_processor(key: str) -> str | None:
+def _read_cpuinfo(key: str) -> str | None:
     """Return a value of /proc/cpuinfo for the first processor; None if it is missing."""
     try:
         text = Path("/proc/cpuinfo").read_text()

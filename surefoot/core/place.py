@@ -85,7 +85,7 @@ class Place:
         have no rendezvous address.
         """
         values = {
-            name: _whole(environ, name, default)
+            name: _read_integer(environ, name, default)
             for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
         }
         if not 0 <= values["RANK"] < values["WORLD_SIZE"]:
@@ -109,13 +109,13 @@ class Place:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not environ.get(name):
                 raise InputError(
-                    f"{name} is not set, and WORLD_SIZE is {here.world_size}",
+                    f"{name} is not set, but WORLD_SIZE is {here.world_size}",
                     hint=(
                         "surefoot train SPEC --ranks N and torchrun set it; otherwise set "
                         "it to the host of rank 0, or to a free port on that host"
                     ),
                 )
-        port = _whole(environ, "MASTER_PORT", 0)
+        port = _read_integer(environ, "MASTER_PORT", 0)
         if not 0 < port < 1 << 16:
             raise InputError(f"MASTER_PORT is {port}", hint="a port is a number from 1 to 65535")
         return replace(
@@ -123,16 +123,16 @@ class Place:
             meeting=environ["MASTER_ADDR"],
             port=port,
             has_interface="GLOO_SOCKET_IFNAME" in environ,
-            listens=_whole(environ, LISTENS, 0) if LISTENS in environ else None,
+            listens=_read_integer(environ, LISTENS, 0) if LISTENS in environ else None,
             has_agent=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            restart=_whole(environ, "TORCHELASTIC_RESTART_COUNT", 0),
-            told=(_whole(environ, FLIGHT, 0), _whole(environ, STACKS, 0))
+            restart=_read_integer(environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            told=(_read_integer(environ, FLIGHT, 0), _read_integer(environ, STACKS, 0))
             if FLIGHT in environ
             else None,
         )
 
 
-def _whole(environ: Mapping[str, str], name: str, default: int) -> int:
+def _read_integer(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
     try:
         return int(text)
@@ -167,7 +167,7 @@ def check_launcher() -> None:
 
 def flight_file() -> int | None:
     """Return the descriptor of this rank's flight record; None without a launcher that reads it."""
-    return _whole(os.environ, FLIGHT, 0) if FLIGHT in os.environ else None
+    return _read_integer(os.environ, FLIGHT, 0) if FLIGHT in os.environ else None
 
 
 def recorded_variables() -> dict[str, str]:

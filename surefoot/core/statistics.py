@@ -68,7 +68,7 @@ def mean(values: Sequence[float]) -> float:
 
     Raises InputError for no values and for non-finite ones, as do all functions of this module.
     """
-    return float(_checked(values).mean())
+    return float(_check_values(values).mean())
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
@@ -77,7 +77,7 @@ def standard_deviation(values: Sequence[float]) -> float | None:
     >>> standard_deviation([2, 4, 4, 4, 5, 5, 7, 9]), standard_deviation([1])
     (2.138089935299395, None)
     """
-    checked = _checked(values)
+    checked = _check_values(values)
     return float(checked.std(ddof=1)) if len(checked) > 1 else None
 
 
@@ -87,7 +87,7 @@ def median(values: Sequence[float]) -> float:
     >>> median([3, 1, 2]), median([4, 1, 2, 3])
     (2.0, 2.5)
     """
-    return float(np.median(_checked(values)))
+    return float(np.median(_check_values(values)))
 
 
 def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
@@ -102,7 +102,7 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
         raise InputError(
             f"the quantiles {list(shares)} are not all from 0 to 1", hint="0.5 is the median"
         )
-    return [float(value) for value in np.quantile(_checked(values), shares)]
+    return [float(value) for value in np.quantile(_check_values(values), shares)]
 
 
 def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
@@ -113,7 +113,9 @@ def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, 
     >>> bootstrap_median([1, 2, 3, 4, 5, 6, 7, 8, 9])
     (2.0, 8.0)
     """
-    checked = np.sort(_checked(values))  # the result must not depend on the order of the values
+    checked = np.sort(
+        _check_values(values)
+    )  # the result must not depend on the order of the values
     generator = np.random.default_rng(seed)
     rows = max(1, _BLOCK // len(checked))
     sizes = [min(rows, RESAMPLES - done) for done in range(0, RESAMPLES, rows)]
@@ -159,7 +161,7 @@ def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int 
     >>> print(median_interval([0.97, 0.99, 0.98, 0.96, 0.97, 0.98, 0.99, 0.97], neutral=1.0))
     0.975 (0.96 to 0.99, n = 8)
     """
-    checked = np.sort(_checked(values))
+    checked = np.sort(_check_values(values))
     count, estimate = len(checked), float(np.median(checked))
     rank = sign_test_rank(count)
     if rank is None:
@@ -278,12 +280,12 @@ def student_quantile(freedom: int) -> float:
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (
-            (low, middle) if _student_within(middle, freedom) > CONFIDENCE else (middle, high)
+            (low, middle) if _student_probability(middle, freedom) > CONFIDENCE else (middle, high)
         )
     return (low + high) / 2
 
 
-def _student_within(t: float, freedom: int) -> float:
+def _student_probability(t: float, freedom: int) -> float:
     """Return the share of Student's distribution between -t and t."""
     angle = math.atan(t / math.sqrt(freedom))
     term, total = (math.cos(angle), 0.0) if freedom % 2 else (1.0, 0.0)
@@ -316,7 +318,7 @@ def mean_difference(
         return Interval(
             estimate=estimate, low=estimate - reach, high=estimate + reach, count=count, neutral=0.0
         )
-    ours, theirs = _checked(candidate), _checked(baseline)
+    ours, theirs = _check_values(candidate), _check_values(baseline)
     count, estimate = min(len(ours), len(theirs)), float(ours.mean() - theirs.mean())
     if count < 2:
         return Interval(estimate=estimate, low=None, high=None, count=count, neutral=0.0)
@@ -338,10 +340,10 @@ def _pairs(
             f"paired samples need the same count: got {len(candidate)} and {len(baseline)} values",
             hint="drop the pairs with a missing value",
         )
-    return _checked(candidate), _checked(baseline)
+    return _check_values(candidate), _check_values(baseline)
 
 
-def _checked(values: Sequence[float]) -> npt.NDArray[np.float64]:
+def _check_values(values: Sequence[float]) -> npt.NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise InputError(

@@ -220,7 +220,9 @@ def format_bytes(value: float | None) -> str:
     >>> format_bytes(1.5 * 2**30), format_bytes(None)
     ('1.5 GiB', 'n/a')
     """
-    return _scaled(value, [(1024**n, f"{p}B") for n, p in enumerate(["", "Ki", "Mi", "Gi", "Ti"])])
+    return _format_scaled(
+        value, [(1024**n, f"{p}B") for n, p in enumerate(["", "Ki", "Mi", "Gi", "Ti"])]
+    )
 
 
 def format_count(value: float | None) -> str:
@@ -229,7 +231,7 @@ def format_count(value: float | None) -> str:
     >>> format_count(2.1e9), format_count(1797), format_count(10)
     ('2.1 B', '1.8 k', '10')
     """
-    return _scaled(value, [(1, ""), (10**3, "k"), (10**6, "M"), (10**9, "B"), (10**12, "T")])
+    return _format_scaled(value, [(1, ""), (10**3, "k"), (10**6, "M"), (10**9, "B"), (10**12, "T")])
 
 
 def format_flops(value: float | None) -> str:
@@ -238,7 +240,7 @@ def format_flops(value: float | None) -> str:
     >>> format_flops(8.858e9), format_flops(328e3)
     ('8.86 GFLOP', '328 kFLOP')
     """
-    return _scaled(
+    return _format_scaled(
         value,
         [
             (1, "FLOP"),
@@ -259,7 +261,7 @@ def format_seconds(value: float | None) -> str:
     """
     if value == 0:
         return "0 s"
-    return _scaled(value, [(1e-6, "us"), (1e-3, "ms"), (1, "s"), (60, "min"), (3600, "h")])
+    return _format_scaled(value, [(1e-6, "us"), (1e-3, "ms"), (1, "s"), (60, "min"), (3600, "h")])
 
 
 def format_rate(value: float | None, what: str) -> str:
@@ -288,7 +290,7 @@ def format_bits_per_s(bytes_per_s: float | None) -> str:
     ('10 Gbit/s', 'n/a')
     """
     ladder = [(1000**n, f"{p}bit/s") for n, p in enumerate(["", "k", "M", "G", "T"])]
-    return _scaled(None if bytes_per_s is None else 8 * bytes_per_s, ladder)
+    return _format_scaled(None if bytes_per_s is None else 8 * bytes_per_s, ladder)
 
 
 def format_percent(value: float | None) -> str:
@@ -330,7 +332,7 @@ def name_some(names: Sequence[str], most: int) -> str:
     )
 
 
-def _scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
+def _format_scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
     """Format `value` in the largest unit in which it rounds to at least 1: 1023.9 MiB is 1 GiB."""
     if value is None:
         return UNKNOWN

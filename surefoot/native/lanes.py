@@ -94,7 +94,7 @@ def num_lanes() -> int:
     return width if width and _agree(width) else 0
 
 
-def share_out(sizes: Sequence[int]) -> list[list[int]]:
+def group_by_size(sizes: Sequence[int]) -> list[list[int]]:
     """Group buffers of similar sizes to hash at once, as lists of indices into `sizes`.
 
     Buffers in groups of one are hashed faster by hashlib. A group takes as long as its longest

@@ -77,7 +77,7 @@ class Interpreters:
         self._running = None
         if status != 0 and (kill is None or status != -signal.SIGKILL):
             told = (
-                _last_words(said)
+                _find_last_error(said)
                 if status > 0
                 else f"it was ended by {signal.Signals(-status).name}"
             )
@@ -91,7 +91,7 @@ class Interpreters:
         line = process.stdout.readline()  # type: ignore[union-attr]
         if not line:
             raise TaskError(
-                f"no process could be started: {_last_words(said)}",
+                f"no process could be started: {_find_last_error(said)}",
                 hint="free some memory, and try again",
             )
         return int(line)
@@ -110,15 +110,17 @@ def _start(said: Path) -> subprocess.Popen[str]:
         )
 
 
-def _last_words(said: Path) -> str:
-    return last_words(said.read_text(encoding="utf-8", errors="replace")) if said.exists() else ""
+def _find_last_error(said: Path) -> str:
+    return (
+        find_last_error(said.read_text(encoding="utf-8", errors="replace")) if said.exists() else ""
+    )
 
 
-def last_words(text: str) -> str:
+def find_last_error(text: str) -> str:
     """Return the error at the end of a process's output, without the traceback before it.
 
     >>> error = "surefoot.core.errors.TaskError: no such task\\nhint: name it"
-    >>> last_words(f"Traceback (most recent call last):\\n  File\\n{error}")
+    >>> find_last_error(f"Traceback (most recent call last):\\n  File\\n{error}")
     'no such task\\nhint: name it'
     """
     lines = text.strip().splitlines()

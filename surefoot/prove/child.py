@@ -36,11 +36,11 @@ def main() -> None:
             begin_process(json.loads(line)["said"])
             attempt(**json.loads(line)["attempt"])
             return
-        _tell(process)
-        _tell(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        _report_step(process)
+        _report_step(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 
 
-def _tell(number: int) -> None:
+def _report_step(number: int) -> None:
     os.write(sys.__stdout__.fileno(), f"{number}\n".encode())  # type: ignore[union-attr]
 
 

@@ -22,7 +22,7 @@ from typing import Self
 
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.place import child_environment
-from surefoot.core.process.signals import ending_by_signal
+from surefoot.core.process.signals import exit_on_signal
 from surefoot.prove.leavings import compare, list_files, list_timed, list_unfollowed
 
 LOOK_S = 0.005
@@ -78,7 +78,7 @@ def verify_command(
             f"--state {state} exists already",
             hint="each run starts without this folder: move it away, or give another",
         )
-    with ending_by_signal():
+    with exit_on_signal():
         return _verify(words, state, folder, kills, seed, tell)
 
 
@@ -166,9 +166,9 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
     """Run the command to its end. Raises TaskError when it fails or leaves nothing."""
     started_s = first_s = time.monotonic()
     with _CommandGroup(words) as one:
-        look, num_changes = _look(state), 0
+        look, num_changes = _snapshot_state(state), 0
         while one.process.poll() is None:
-            if (now := _look(state)) != look:
+            if (now := _snapshot_state(state)) != look:
                 look, num_changes = now, num_changes + 1
                 first_s = time.monotonic() if num_changes == 1 else first_s
             time.sleep(LOOK_S)
@@ -190,7 +190,7 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
     return RunPace(time.monotonic() - started_s, first_s - started_s, num_changes)
 
 
-def _look(state: Path) -> tuple[tuple[str, int, int], ...]:
+def _snapshot_state(state: Path) -> tuple[tuple[str, int, int], ...]:
     """Return the path, size and modification time of each file and folder below `state`."""
     found = []
     for place, folders, names in os.walk(state):  # os.walk ignores folders that vanish meanwhile
@@ -253,9 +253,9 @@ def _kill_after(one: _CommandGroup, state: Path, changes: int, later_s: float) -
 
     Return False where the process ended by itself.
     """
-    look, kill_s = _look(state), math.inf
+    look, kill_s = _snapshot_state(state), math.inf
     while one.process.poll() is None and time.monotonic() < kill_s:
-        if changes and (now := _look(state)) != look:
+        if changes and (now := _snapshot_state(state)) != look:
             look, changes = now, changes - 1
             kill_s = kill_s if changes else time.monotonic() + later_s
         time.sleep(min(LOOK_S, max(0.0, kill_s - time.monotonic())))

@@ -101,8 +101,10 @@ def _is_commit(folder: Path) -> bool:
 def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | None:
     links = [os.readlink(path) if path.is_symlink() else None for path in (one, two)]
     if links != [None, None]:
-        return None if links[0] == links[1] else f"{name} {', and '.join(map(_told_link, links))}"
-    if digest.of_file(one) == digest.of_file(two):
+        return (
+            None if links[0] == links[1] else f"{name} {', and '.join(map(_describe_link, links))}"
+        )
+    if digest.digest_of_file(one) == digest.digest_of_file(two):
         return None
     try:
         first, second = _contents(one), _contents(two)
@@ -114,12 +116,12 @@ def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | 
     if first.keys() != second.keys():
         return f"{name}: {next(iter(sorted(first.keys() ^ second.keys())))} is in one of them alone"
     for key in sorted(key for key in first if not RANDOM & set(key.split("/"))):
-        if (apart := _apart(first[key], second[key])) is not None:
+        if (apart := _describe_difference(first[key], second[key])) is not None:
             return f"{name}: {key} differs{apart}"
     return None  # other bytes around the same contents
 
 
-def _told_link(target: str | None) -> str:
+def _describe_link(target: str | None) -> str:
     return "is a file" if target is None else f"is a link to {target}"
 
 
@@ -151,7 +153,7 @@ def _without_random(tree: Any) -> Any:
     )
 
 
-def _apart(one: Any, two: Any) -> str | None:
+def _describe_difference(one: Any, two: Any) -> str | None:
     """Describe by how much two contents differ; None where they do not."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return _tensors_apart(one.detach(), two.detach())
@@ -177,7 +179,7 @@ def _tensors_apart(one: Tensor, two: Tensor) -> str | None:
     if one.dtype is torch.bool:
         return f" in {int((one != two).sum())} of its {one.numel()} values"
     try:
-        apart = _numbers_apart(_wide(one), _wide(two))
+        apart = _numbers_apart(_to_fp64(one), _to_fp64(two))
     except (RuntimeError, TypeError):
         # a dtype without conversion, such as float4: the bytes showed that they differ
         return ""
@@ -196,7 +198,7 @@ def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.contiguous().reshape(-1).view(dtype)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_fp64(tensor: Tensor) -> Tensor:
     return (
         torch.view_as_real(tensor.to(torch.complex128))
         if tensor.is_complex()

@@ -13,7 +13,7 @@ from pathlib import Path
 from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec, key_names
 from surefoot.core.errors import InputError, SpecError, TaskError
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.gate import MIN_SEEDS, Score, SeedScores, decide_by_scores
 from surefoot.trial import Arm, run_arm
@@ -99,7 +99,7 @@ def _score(name: str, spec: RunSpec, seed: int, steps: int) -> tuple[float, dict
         outcome = run_arm(arm, Path(folder) / "run")
     if outcome.ended != "done":
         raise TaskError(
-            f"seed {seed} in {name}: {last_words(outcome.error or outcome.ended)}",
+            f"seed {seed} in {name}: {find_last_error(outcome.error or outcome.ended)}",
             hint="check that surefoot train SPEC runs with this seed",
         )
     if "score_0" not in outcome.measures:

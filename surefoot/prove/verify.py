@@ -213,7 +213,7 @@ def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Differ
     gap = max((abs(one - two) for one, two in pairs if None not in (one, two)), default=0.0)
     for row in rows:
         first = expected.get(row["step"])
-        apart = _first_apart(first, row) if first is not None else "the number of steps"
+        apart = _find_first_difference(first, row) if first is not None else "the number of steps"
         if apart is not None:
             return Difference(row["step"], apart, cause(apart), gap)
     tensor = _differing_tensor(whole, other)
@@ -225,12 +225,12 @@ def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Differ
 
 def _rows(run: Path) -> list[tuple[int, object]]:
     """Return what each step of a run consumed, as its ledger has it."""
-    if loop_ledger.is_of_a_loop(run):
+    if loop_ledger.is_loop_run(run):
         return [(row.step, row.ids) for row in ledger.consumed(loop_ledger.read(run))[0]]
     return [(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]]
 
 
-def _first_apart(first: dict[str, Any], row: dict[str, Any]) -> str | None:
+def _find_first_difference(first: dict[str, Any], row: dict[str, Any]) -> str | None:
     names = [name for name, value in first["digests"].items() if row["digests"].get(name) != value]
     if "random states" in names:
         return "random states"  # other differences follow from these

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.task import Loss
-from surefoot.core.errors import DataError, needing
+from surefoot.core.errors import DataError, require_package
 
 if TYPE_CHECKING:
     from surefoot.components.data.order import Keys
@@ -119,7 +119,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
         if file.is_file():
             table = np.loadtxt(file, delimiter=",")
             return table[:, :-1], table[:, -1]
-    with needing("scikit-learn", "sklearn", extra="demo", needed_for="the task digits"):
+    with require_package("scikit-learn", "sklearn", extra="demo", needed_for="the task digits"):
         from sklearn.datasets import load_digits
     pixels, labels = load_digits(return_X_y=True)
     return pixels, labels

@@ -124,7 +124,7 @@ class Files:
         if sum(map(len, contents)) < 2:
             raise DataError(
                 f"{folder} holds no Python source for this split",
-                hint="name a folder of .py files with --data DIR, or none",
+                hint="name a folder of .py files with --data DIR, or leave --data out",
             )
         stream = np.frombuffer(bytearray(b"".join(contents)), dtype=np.uint8)
         sizes = np.array([len(content) for content in contents if content])
@@ -161,7 +161,7 @@ def find_files(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise DataError(
             f"there is no folder {folder}",
-            hint="name a folder of .py files with --data DIR, or none for Python's own",
+            hint="name a folder of .py files with --data DIR, or leave --data out for Python's own",
         )
     found = (path.relative_to(folder) for path in folder.rglob("*.py"))
     return sorted(

@@ -108,19 +108,21 @@ class Block(nn.Module):
     def forward(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None = None
     ) -> Tensor:
-        x_BTD = x_BTD + self.dropout(self._attend(self.norm(x_BTD), cos_TH, sin_TH, mask_BNTT))
+        x_BTD = x_BTD + self.dropout(
+            self._compute_attention(self.norm(x_BTD), cos_TH, sin_TH, mask_BNTT)
+        )
         fed_BTD: Tensor = self.dropout(self.narrow(F.relu(self.widen(self.norm(x_BTD))).square()))
         return x_BTD + fed_BTD
 
-    def _attend(
+    def _compute_attention(
         self, x_BTD: Tensor, cos_TH: Tensor, sin_TH: Tensor, mask_BNTT: Tensor | None
     ) -> Tensor:
         q_BNTH, k_BNTH, v_BNTH = (
             part(x_BTD).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             for part in (self.query, self.key, self.value)
         )
-        q_BNTH = _turn(self.head_norm(q_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
-        k_BNTH = _turn(self.head_norm(k_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
+        q_BNTH = _rotate(self.head_norm(q_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
+        k_BNTH = _rotate(self.head_norm(k_BNTH), cos_TH, sin_TH).to(v_BNTH.dtype)
         mixed_BNTH = F.scaled_dot_product_attention(
             q_BNTH, k_BNTH, v_BNTH, attn_mask=mask_BNTT, is_causal=mask_BNTT is None
         )
@@ -140,7 +142,7 @@ def _rotary(length: int, per_head: int) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
-def _turn(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+def _rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     first, second = x_BNTH.chunk(2, dim=-1)
     return x_BNTH * cos_TH + torch.cat((-second, first), dim=-1) * sin_TH
 

@@ -53,7 +53,7 @@ def apply(spec: RunSpec) -> Callable[[], None]:
         _DETERMINISM.fill_uninitialized_memory = False  # filling costs a pass over every new tensor
     undo = (
         unloaded.set_deterministic(spec.train.deterministic),
-        unloaded.leave_unloaded(),
+        unloaded.defer_compiler_import(),
         set_products(spec.precision.compute),
         _without_fused_attention() if spec.train.attention == "math" else lambda: None,
     )

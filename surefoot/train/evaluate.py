@@ -22,7 +22,7 @@ from surefoot.components.data.sources.iterated import Iterated, copy_of
 from surefoot.components.metrics import Better
 from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract.events import Evaluated
-from surefoot.contract.task import Batch, Loss, Metric, Output, Resolved, Source, as_loss
+from surefoot.contract.task import Batch, Loss, Metric, Output, ResolvedTask, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.environment import set_seeds
@@ -88,7 +88,7 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
-    task: Resolved,
+    task: ResolvedTask,
     source: Source,
     *,
     split: str,
@@ -129,7 +129,7 @@ def evaluate(
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with preserve_state(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
-        found = (read or _counted)(source, size, device, share, key)
+        found = (read or _count_batches)(source, size, device, share, key)
         for inputs, known in seed_each(found, key, share):
             part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
@@ -167,7 +167,7 @@ def evaluate(
 
 def _summarize(
     merged: Merged,
-    task: Resolved,
+    task: ResolvedTask,
     split: str,
     score: str | None,
     precision: Compute,
@@ -189,7 +189,7 @@ def _summarize(
 
 def _evaluate_batch(
     model: nn.Module,
-    task: Resolved,
+    task: ResolvedTask,
     inputs: Batch,
     num_samples: int | None,
     compute: Callable[[], AbstractContextManager[Any]],
@@ -231,7 +231,7 @@ def batches(source: Source, batch: int, device: torch.device) -> Iterator[Batch]
         yield to_device(look(source, 0, ids, 0), device)
 
 
-def counted_batches(
+def count_batches(
     source: Source, batch: int, device: torch.device, key: int
 ) -> Iterator[tuple[Batch, int | None]]:
     """Yield every sample of `source` once, in order, in batches with their sample counts.
@@ -239,7 +239,7 @@ def counted_batches(
     A count is None if it is not known. The global random streams are seeded before each batch as in
     an evaluation with `key`.
     """
-    return seed_each(_counted(source, _batch_size(source, batch), device, WHOLE, key), key)
+    return seed_each(_count_batches(source, _batch_size(source, batch), device, WHOLE, key), key)
 
 
 def evaluation_key(seed: int, split: str) -> int:
@@ -254,7 +254,7 @@ def seed_each(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterat
         yield each
 
 
-def _counted(
+def _count_batches(
     source: Source, batch: int, device: torch.device, share: Share, key: int
 ) -> Iterator[tuple[Batch, int | None]]:
     for number, start in enumerate(range(0, len(source), batch)):
@@ -275,7 +275,7 @@ def _batch_size(source: Source, batch: int) -> int:
 
 def try_out(
     model: nn.Module,
-    task: Resolved,
+    task: ResolvedTask,
     source: Source,
     *,
     split: str,
@@ -349,7 +349,7 @@ class _Few:
         return getattr(self._source, name)
 
 
-def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, Loss | None]:
+def _outcome(model: nn.Module, task: ResolvedTask, inputs: Batch) -> tuple[Output, Loss | None]:
     """Return the output of one forward pass and its loss.
 
     The loss is None if the task has no `loss`, both are None if it has no `forward`: the metrics
@@ -364,7 +364,7 @@ def _outcome(model: nn.Module, task: Resolved, inputs: Batch) -> tuple[Output, L
     return None, None
 
 
-def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]:
+def _metrics(task: ResolvedTask, output: Output, inputs: Batch) -> dict[str, Metric]:
     if task.metrics is None:
         return {}
     given = task.metrics(output, inputs)
@@ -385,7 +385,7 @@ def _metrics(task: Resolved, output: Output, inputs: Batch) -> dict[str, Metric]
     return found
 
 
-def _number(name: str, value: object, task: Resolved) -> float | None:
+def _number(name: str, value: object, task: ResolvedTask) -> float | None:
     """Return the value of a metric as a float, or None. Raises TaskError for other values."""
     if value is None:
         return None

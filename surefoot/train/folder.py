@@ -57,7 +57,7 @@ class Chosen:
         return ("no checkpoint was found: the run starts from step 0",) if self.is_again else ()
 
 
-def anchor(path: Path) -> Callable[[], Path]:
+def make_absolute(path: Path) -> Callable[[], Path]:
     """Return a function that gives `path` as long as the working folder does not change.
 
     After a change the function gives the absolute path of the same folder.
@@ -70,8 +70,8 @@ class RunFolderRequest:
     """Requested run folder, None for a new one below runs/; fixed when the object is made."""
 
     def __init__(self, path: str | Path | None) -> None:
-        self._path = None if path is None else anchor(Path(path))
-        self._runs = anchor(Path("runs"))
+        self._path = None if path is None else make_absolute(Path(path))
+        self._runs = make_absolute(Path("runs"))
 
     def __call__(self) -> Path | None:
         return None if self._path is None else self._path()
@@ -107,7 +107,7 @@ def choose(
     """
     wanted = asked()
     try:
-        chosen = _chosen(
+        chosen = _choose_folder(
             wanted,
             spec_id,
             name,
@@ -128,7 +128,7 @@ def choose(
     return chosen
 
 
-def _chosen(
+def _choose_folder(
     wanted: Path | None,
     spec_id: str,
     name: str,
@@ -411,7 +411,7 @@ def _take(choice: Callable[[], Chosen]) -> _LockedFolder:
             ) from error
         mine = _LockedFolder(chosen, lock, there, missing)
         try:
-            if _still_holds(chosen, choice):
+            if _is_still_chosen(chosen, choice):
                 return mine
         except BaseException:
             mine.give_back()
@@ -426,7 +426,7 @@ def _remove_empty(folders: tuple[Path, ...]) -> None:
             path.rmdir()
 
 
-def _still_holds(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
+def _is_still_chosen(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
     return not (chosen.folder / events.FILE).exists() if chosen.is_numbered else choice() == chosen
 
 

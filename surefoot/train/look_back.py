@@ -28,14 +28,14 @@ from surefoot.contract.events import Started
 from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.run_folder import files
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, Source, resolve
+from surefoot.contract.task import ResolvedTask, Source, resolve
 from surefoot.core.errors import InputError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
 from surefoot.train.evaluate import (
     Evaluation,
     batches,
+    count_batches,
     count_samples,
-    counted_batches,
     evaluate,
     evaluation_key,
 )
@@ -78,7 +78,7 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
 
 def load_with_task(
     run: Path, step: int | str = "best", *, data: str | None = None, use: str | None = None
-) -> tuple[nn.Module, Resolved, RunSpec, int]:
+) -> tuple[nn.Module, ResolvedTask, RunSpec, int]:
     """Return the model, the task, the spec and the number of the chosen step.
 
     `use` names the task if it can no longer be imported under the name in the spec.
@@ -99,7 +99,7 @@ def load_with_task(
     return model.eval(), task, origin.spec, found
 
 
-def _build(task: Resolved, spec: RunSpec) -> nn.Module:
+def _build(task: ResolvedTask, spec: RunSpec) -> nn.Module:
     """Return the model in the dtypes in which its weights were saved.
 
     Weights with fp32 masters are saved in fp32; frozen weights are saved as stored, and widened on
@@ -214,7 +214,7 @@ def predict_run(
         contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console,
         preserve_state(model),
     ):
-        for batch, count in counted_batches(
+        for batch, count in count_batches(
             source,
             spec.evaluate.batch or spec.train.batch,
             device,
@@ -283,7 +283,7 @@ def export_run(
             f"--to {to} is inside the checkpoints folder of the run, which holds only checkpoints",
             hint="give another --to",
         )
-    with _told_if_unwritten(to):
+    with _raise_if_unwritten(to):
         to.with_name(f"{DRAFT}{to.name}").touch()  # refused now, and not after the work
     try:
         return _export(run, step, to, cast("export.Format", chosen), data, use)
@@ -306,7 +306,7 @@ def _export(
         def forward(one: nn.Module) -> Any:
             return task.task.forward(one, samples[0])
 
-        with _told_if_unwritten(to):
+        with _raise_if_unwritten(to):
             return export.export_weights(model, build, forward, to), used
     with without_caches(model):
         with torch.no_grad():
@@ -314,12 +314,12 @@ def _export(
                 export.capture(model, functools.partial(task.task.forward, model, batch))
                 for batch in samples
             ]
-        with _told_if_unwritten(to):
+        with _raise_if_unwritten(to):
             return export.export_graph(model, calls, to, kind), used
 
 
 @contextlib.contextmanager
-def _told_if_unwritten(path: Path) -> Iterator[None]:
+def _raise_if_unwritten(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:

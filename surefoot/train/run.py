@@ -26,10 +26,10 @@ from surefoot.train.evaluate import Evaluation
 from surefoot.train.failure import blame
 from surefoot.train.failure.ending import WHOLE, StopRequests
 from surefoot.train.failure.script_exit import script
-from surefoot.train.folder import RunFolderRequest, anchor
+from surefoot.train.folder import RunFolderRequest, make_absolute
 from surefoot.train.preflight.preparation import PreparedRun, prepare
 from surefoot.train.record.dtypes import tell_dtypes
-from surefoot.train.record.peak import stepping
+from surefoot.train.record.peak import make_step_function
 from surefoot.train.record.profiling import Profiling
 from surefoot.train.record.scores import Scores
 from surefoot.train.record.telling import RunDamage, make_telling, open_console, open_records
@@ -127,7 +127,7 @@ class Run:
 
     def _open(self, chosen: folder.Chosen, made: PreparedRun) -> None:
         """Open the files of the run, restore a checkpoint if any, and write the Started record."""
-        self._folder, root = anchor(chosen.folder), chosen.folder.absolute()
+        self._folder, root = make_absolute(chosen.folder), chosen.folder.absolute()
         self.generation, self._stops.outcome = self._lock.generation, chosen.done
         self._scores = Scores(self.assembly)
         self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
@@ -158,11 +158,11 @@ class Run:
                 self.generation, *told, first_step=self.step + 1, parent=self._keeper.parent or {}
             )
         )
-        self._opened.callback(together.let_follow(self.group, self.assembly))
+        self._opened.callback(together.release_other_ranks(self.group, self.assembly))
         console = open_console(self, quiet=self._quiet)
         self._opened.callback(console.close)
         self._telling = make_telling(self, journal, tensorboard, console, self._guard)
-        self._opened.callback(self._telling.hear(self.assembly.engine.stepper.loader))
+        self._opened.callback(self._telling.subscribe(self.assembly.engine.stepper.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         damage = RunDamage(
@@ -255,7 +255,7 @@ class Run:
             self.evaluate(owed)
         self._first_step = self.step + 1
         self._meter.restart_clock()
-        take_step = stepping(self.assembly, self._telling, self._home)
+        take_step = make_step_function(self.assembly, self._telling, self._home)
         self._clock.begin_steps()
         while not self._is_to_end(total):
             number = self.step + 1
@@ -364,7 +364,7 @@ class Run:
             if isinstance(error, SystemExit) and self.group.is_alone and self._stops.is_preempted:
                 self._scores.owed = name
                 self._commit(last=True)
-                self._settle()
+                self._wait_for_save()
                 raise
             raise blame.as_run_error(error, f"evaluation after step {self.step}:") from error
         counts = name == self.spec.evaluate.split
@@ -394,9 +394,9 @@ class Run:
         """Save a checkpoint of this step now; return once it is on disk or has failed."""
         self._check_begun()
         self._commit(asked=True)
-        self._settle()
+        self._wait_for_save()
 
-    def _settle(self) -> None:
+    def _wait_for_save(self) -> None:
         """Wait until the save in flight is on disk or has failed."""
         with self._clock.within(phases.CHECKPOINT):
             self._keeper.settle(self._on_save, wait=True)
@@ -408,7 +408,7 @@ class Run:
         self._close_window()
         try:
             with self._clock.within(phases.CHECKPOINT):
-                with self._keeper.alike():
+                with self._keeper.write_alike():
                     self._ledger.sync()
                     self._telling.journal.sync()
                 clock, score = self._scores.clock(self.training_s), self._scores.score_of(self.step)
@@ -453,7 +453,7 @@ class Run:
         try:
             if error is None and self.step:
                 self._commit(last=True)
-                self._settle()
+                self._wait_for_save()
                 self._keeper.check_saved(self.step)
         except BaseException as problem:
             error = problem
@@ -489,7 +489,7 @@ class Run:
             )
 
 
-def drive(run: Run) -> None:
+def run_steps(run: Run) -> None:
     """Take all steps of an entered run; evaluate when the spec asks for it, and at the end."""
     for _ in run.steps():
         if run.evaluation_due:

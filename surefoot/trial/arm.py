@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
 
 
 @contextmanager
-def marking_refused_specs() -> Iterator[None]:
+def mark_refused_specs() -> Iterator[None]:
     """Return a context that marks errors of a spec that cannot run on this machine: REFUSED.
 
     A TaskError, the failure of a task, is not marked.
@@ -60,7 +60,7 @@ class Arm:
         if not self.command:
             raise InputError(
                 f"the arm {self.name!r} has no command",
-                hint="give the words of one, as in ('python', 'mine.py')",
+                hint="pass the command as a tuple, such as ('python', 'mine.py')",
             )
         if not _NAME.fullmatch(self.name):
             raise InputError(
@@ -115,8 +115,8 @@ def spec_arm(
     if steps < 1 or warmup < 0 or any(not 1 <= step <= warmup + steps for step in capture):
         raise InputError(
             f"{warmup} warm-up steps, "
-            f"{steps} measured ones and captures after {list(capture)} do not fit",
-            hint="measure 1 step or more, capture within them",
+            f"{steps} measured steps and captures after steps {list(capture)} do not fit",
+            hint="measure at least 1 step, and capture only after measured steps",
         )
     length = {} if whole_length else {"length": f"{warmup + steps} steps"}
     whole = spec.replace(train=length, **absolute(spec, folder))

@@ -23,7 +23,7 @@ from surefoot.core.errors import OutOfMemory
 from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.run import Run
 from surefoot.train.step.stepper import EAGER_STEPS
-from surefoot.trial.arm import marking_refused_specs
+from surefoot.trial.arm import mark_refused_specs
 from surefoot.trial.report import Clock, capture, peak_bytes, resident_bytes, write_report
 from surefoot.trial.turns import Turns
 
@@ -36,13 +36,13 @@ def main(words: Sequence[str] | None = None) -> None:
     found: dict[str, np.ndarray] = {}
     measured: list[StepReport] = []
     turns, steward = Turns(asked.turns), Steward()
-    with short_of_memory(), marking_refused_specs(), Run(spec, folder=asked.run) as run:
+    with exit_if_out_of_memory(), mark_refused_specs(), Run(spec, folder=asked.run) as run:
         device, feed = run.assembly.engine.device, run.assembly.feed
         measures["samples_per_epoch"] = float(feed.order.n - feed.dropped)
         if run.assembly.course.total_steps is not None:
             measures["total_steps"] = float(run.assembly.course.total_steps)
         steps, clock, settle = run.steps(), Clock(), partial(wait_for, device)
-        alike, waited_s = first_alike(spec), 0.0
+        alike, waited_s = first_regular_step(spec), 0.0
         for report in islice(steps, asked.warmup):
             if report.step == alike and asked.started is not None:
                 wait_for(device)
@@ -64,7 +64,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if loss is not None and math.isfinite(loss):
         measures["loss"] = loss
     if measured and not found:  # taking tensors is no part of a step
-        measures |= clock.per(len(measured)) | _of_samples(measured, clock)
+        measures |= clock.per(len(measured)) | _measures_per_sample(measured, clock)
     measures["peak_bytes"] = float(peak_bytes())
     compiled = steward.take()
     if compiled:
@@ -92,7 +92,7 @@ def device_peak_bytes(run: Path, now_bytes: int) -> float:
 
 
 @contextmanager
-def short_of_memory() -> Iterator[None]:
+def exit_if_out_of_memory() -> Iterator[None]:
     """Return a context that exits with OutOfMemory's code on any out-of-memory error."""
     try:
         yield
@@ -103,7 +103,7 @@ def short_of_memory() -> Iterator[None]:
         raise SystemExit(OutOfMemory.exit_code) from None
 
 
-def first_alike(spec: RunSpec) -> int:
+def first_regular_step(spec: RunSpec) -> int:
     """Return the first step that runs like all later ones; compilation starts after eager steps."""
     return {"none": 1, "step": EAGER_STEPS + 1}.get(spec.compile.what, 2)
 
@@ -114,7 +114,7 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _of_samples(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]:
+def _measures_per_sample(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]:
     """Return the measurements of a window per sample, and the work done per sample and step."""
     samples = sum(report.num_samples for report in reports)
     items = sum(float(count) for report in reports for _, count, _ in report.totals.values())

@@ -76,7 +76,7 @@ class Effect:
         """The result in words; an interval that includes no effect is reported as no effect."""
         if self.interval is None:
             return f"{self.arm} was not measured: {self.failure or 'no round has both arms'}"
-        what, bounds = _spoken(self.measure), _bounds(self)
+        what, bounds = _describe_measure(self.measure), _bounds(self)
         if self.interval.verdict == "no effect":
             return f"no effect of {self.arm} on {what}: {bounds}"
         if self.interval.verdict == "too few":
@@ -199,7 +199,7 @@ def _bounds(effect: Effect) -> str:
     )
 
 
-def _spoken(measure: str) -> str:
+def _describe_measure(measure: str) -> str:
     """Return a measure's name as words: `mlp/cpu_s_per_step` -> `mlp cpu per step`."""
     words = measure.replace("/", " ").replace("_", " ").split()
     return " ".join(word for word in words if word not in ("s", "bytes"))

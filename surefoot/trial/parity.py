@@ -137,7 +137,7 @@ def compare_arrays(
         gaps.append(
             Gap(name=name, distance=distance, floor=floor, tolerance=allowed, problem=found)
         )
-    return sorted(gaps, key=_badness, reverse=True)
+    return sorted(gaps, key=_sort_key, reverse=True)
 
 
 def check_finite(arrays: Arrays, what: str) -> None:
@@ -233,7 +233,7 @@ def _distance(one: np.ndarray, other: np.ndarray, scale: float) -> float | None:
     return gap / scale if gap else 0.0
 
 
-def _badness(gap: Gap) -> tuple[int, float]:
+def _sort_key(gap: Gap) -> tuple[int, float]:
     order: dict[Verdict, int] = {"equal": 0, "within noise": 1, "differs": 2}
     return order[gap.verdict], float(
         "inf"

@@ -252,7 +252,7 @@ def _problem(
             return (
                 "crashed",
                 (
-                    f"{_place(arm, index)}exit code {result['exit_code']}\n"
+                    f"{_rank_folder(arm, index)}exit code {result['exit_code']}\n"
                     f"{_tail(ranks[index].folder)}"
                 ),
             )
@@ -261,14 +261,14 @@ def _problem(
         return (
             "timed out",
             (
-                f"{_place(arm, index)}still running after {arm.timeout_s:g} s\n"
+                f"{_rank_folder(arm, index)}still running after {arm.timeout_s:g} s\n"
                 f"{_tail(ranks[index].folder)}"
             ),
         )
     return None
 
 
-def _place(arm: Arm, rank: int) -> str:
+def _rank_folder(arm: Arm, rank: int) -> str:
     return f"rank {rank} of {arm.ranks}: " if arm.ranks > 1 else ""
 
 

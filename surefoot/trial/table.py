@@ -101,7 +101,7 @@ def effects_markdown(effects: Sequence[Effect]) -> str:
             effect.measure,
             effect.arm,
             format_measure(effect.measure, effect.value),
-            _shown(effect),
+            _format_effect(effect),
             _count(effect),
             _verdict(effect),
         )
@@ -153,7 +153,7 @@ def find_conditions(
     return found
 
 
-def _shown(effect: Effect) -> str:
+def _format_effect(effect: Effect) -> str:
     interval = effect.interval
     if interval is None:
         return UNKNOWN

@@ -65,7 +65,7 @@ class Turns:
 
 
 @dataclass
-class _Player:
+class _ArmTurns:
     """Harness's side of one arm; `pid` is the process to stop, known after its first turn."""
 
     arm: Arm
@@ -127,14 +127,14 @@ def run_in_turns(
             f"the arm {crowd[0]!r} has several ranks and cannot take turns",
             hint="run it in rounds, without turns",
         )
-    players: list[_Player] = []
+    players: list[_ArmTurns] = []
     try:
         for index, arm in enumerate(arms):
             ours, theirs = Pipe()
             with theirs:
                 started_s = time.perf_counter()
                 rank = start_rank(arm, work / str(index), {}, started_s, turns=theirs.fileno())
-            players.append(_Player(arm, rank, ours))
+            players.append(_ArmTurns(arm, rank, ours))
             players[-1].play()
         while playing := [each for each in players if not each.is_over]:
             for each in playing:

@@ -181,7 +181,7 @@ def test_rows_that_a_commit_presupposes_must_be_there(tmp_path: Path) -> None:
     (run / "checkpoints" / "step-000000000015").mkdir(parents=True)
     (run / "checkpoints" / "step-000000000015" / "manifest.json").write_text("{}")
     (fault,) = consumed.check(run).faults
-    assert fault.told == "steps 13 to 15 are missing, and there is a checkpoint of step 15"
+    assert fault.told == "steps 13 to 15 are missing, but there is a checkpoint of step 15"
 
 
 @pytest.mark.parametrize(

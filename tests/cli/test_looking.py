@@ -491,7 +491,7 @@ def test_a_record_of_other_types_is_left_out_or_told_but_never_breaks_a_verb(
                 left_out += 1
                 continue
             left_out += "the line is ignored" in capsys.readouterr().err
-            story.tell(found)
-            side_by_side.tell([found, found])
+            story.print_summary(found)
+            side_by_side.print_comparison([found, found])
             json.dumps([story.as_row(found), side_by_side.as_row([found, found])], allow_nan=False)
     assert left_out > len(JUNK)

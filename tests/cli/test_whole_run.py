@@ -151,7 +151,10 @@ def test_a_killed_or_damaged_run_may_go(surefoot: Command, tmp_path: Path) -> No
 
 def test_nobody_begins_to_write_a_run_that_is_being_archived(run: Path) -> None:
     (run / runlock.FILE).write_text("{}")
-    with whole_run.holding(run), pytest.raises(RunFolderError, match="is being written by process"):
+    with (
+        whole_run.lock_run(run),
+        pytest.raises(RunFolderError, match="is being written by process"),
+    ):
         RunLock(run)
     with RunLock(run) as lock:
         assert lock.generation == 1

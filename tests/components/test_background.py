@@ -61,7 +61,7 @@ def test_a_save_that_is_refused_memory_is_told_to_the_training_and_keeps_nobody_
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if where == "in the copy":
-        monkeypatch.setattr(Staging, "_fitting", refuse_memory)
+        monkeypatch.setattr(Staging, "_find_host_buffer", refuse_memory)
     if where == "after the copy":
         monkeypatch.setattr(
             "surefoot.components.checkpoint.background.yield_to_others", refuse_memory

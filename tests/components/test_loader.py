@@ -346,7 +346,7 @@ def test_what_goes_together_in_a_spec() -> None:
     ):
         RunSpec(loader={"prefetch": 4})
     with pytest.raises(
-        SpecError, match=r"loader\.workers is 2, and the source gives whole batches"
+        SpecError, match=r"loader\.workers is 2, but the source gives whole batches"
     ) as raised:
         make_settings(RunSpec(loader={"workers": 2}), Iterated([torch.zeros(2)]))
     assert "num_workers" in raised.value.hint

@@ -334,7 +334,7 @@ def test_an_embedding_whose_gradient_would_be_sparse_is_refused() -> None:
         TaskError,
         match=(
             r"the gradient of 0\.weight is sparse, "
-            r"and the optimizers of \[optim\] need dense gradients"
+            r"but the optimizers of \[optim\] need dense gradients"
         ),
     ):
         build_optimizer(OptimTable(), find_trained(model))

@@ -343,7 +343,7 @@ def test_a_hidden_buffer_that_has_no_place_is_refused_before_anything_changes(
     into.inner.late = 1  # type: ignore[assignment] - as where a later version keeps a number under that name
     nn.init.zeros_(into.inner.weight)
     with pytest.raises(
-        RunFolderError, match=r"contains the buffer 'inner.late', and the model has no such module"
+        RunFolderError, match=r"contains the buffer 'inner.late', but the model has no such module"
     ):
         checkpoint.load(tmp_path, {"model": into})
     assert not into.inner.weight.any()
@@ -465,6 +465,6 @@ def test_a_guarded_update_of_other_parameters_is_refused(tmp_path: Path) -> None
     turned = GuardedUpdate([stepped([model.bias, model.weight])])
     with pytest.raises(
         RunFolderError,
-        match=r"of shapes \[\[2, 4\], \[2\]\], and the optimizer has \[\[2\], \[2, 4\]\]",
+        match=r"of shapes \[\[2, 4\], \[2\]\], but the optimizer has \[\[2\], \[2, 4\]\]",
     ):
         checkpoint.load(tmp_path, {"update": turned})

@@ -66,7 +66,7 @@ def test_regions_are_compiled_at_a_path_with_a_space(spaced: str, tmp_path: Path
 
 def test_a_command_that_torch_quotes_itself_stays_as_it_is() -> None:
     assert quoting._quote("-L'/my lib' -L/lib ", "/my lib", "/lib") == "-L'/my lib' -L/lib "
-    quoting.quote_paths()
+    quoting.patch_compiler_commands()
     once = torch._inductor.cpp_builder.CppBuilder.__init__
-    quoting.quote_paths()
+    quoting.patch_compiler_commands()
     assert torch._inductor.cpp_builder.CppBuilder.__init__ is once

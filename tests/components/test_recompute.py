@@ -24,7 +24,7 @@ from benchmarks.step_cost.models import GPT
 from surefoot import recompute
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.measure import Rise
-from surefoot.components.memory.products import Allowance, ProductWork
+from surefoot.components.memory.products import FlopsAllowance, ProductWork
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.recompute import peak_bytes
 from surefoot.tasks.transformer import Transformer
@@ -220,7 +220,7 @@ def test_operators_save_six_tenths_of_what_full_saves_for_a_tenth_of_the_product
 def test_blocks_recompute_the_products_cheapest_for_their_bytes_and_leave_the_next_the_rest() -> (
     None
 ):
-    allowance = Allowance()
+    allowance = FlopsAllowance()
     # 8 of 32; the last is never among them
     work = [
         ProductWork(8, 4),
@@ -230,7 +230,7 @@ def test_blocks_recompute_the_products_cheapest_for_their_bytes_and_leave_the_ne
         ProductWork(16, 16),
     ]
     assert [set(allowance.choose(work)) for _ in range(2)] == [{1, 2}, {1, 2}]
-    allowance = Allowance()
+    allowance = FlopsAllowance()
     # 8 of 32: 2 are left each time, and 16 are there at the fifth
     later = [ProductWork(6, 3), ProductWork(16, 8), ProductWork(10, 1)]
     assert [set(allowance.choose(later)) for _ in range(5)] == [{0}, {0}, {0}, {0}, {1}]

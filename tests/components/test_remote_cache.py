@@ -80,7 +80,7 @@ def test_a_cache_all_in_use_is_told_and_not_overrun(served: Served, tmp_path: Pa
     os.close(held[0])
     assert read(source, 2) == CONTENT["/d/s-02.tar"]
     os.close(held[1])
-    with pytest.raises(DataError, match="and the size of the cache is 1 KiB"):
+    with pytest.raises(DataError, match="but the size of the cache is 1 KiB"):
         read(remote(served, tmp_path / "small", cache_bytes="1 KiB"))
 
 

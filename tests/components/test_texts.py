@@ -88,7 +88,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "nested": (lambda: join_texts([[[1, 2]]]), "text 0 is int64 of shape"),
     "longer than the last bound": (
         lambda: Texts(*join_texts(TEXTS), bounds=(16, 64)),
-        "text 1 has 70 tokens, the last bound is 64",
+        "text 1 has 70 tokens, but the last bound is 64",
     ),
     "bounds that fall": (
         lambda: Texts(*join_texts(TEXTS), bounds=(128, 64)),

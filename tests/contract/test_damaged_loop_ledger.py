@@ -146,7 +146,7 @@ def of_the_previous_release(folder: Path) -> Path:
 def test_a_loop_of_the_previous_release_is_read_and_goes_on_in_its_format(folder: Path) -> None:
     before = list(loop_ledger.read(folder))
     size = (of_the_previous_release(folder) / FILE).stat().st_size
-    assert loop_ledger.is_of_a_loop(folder)
+    assert loop_ledger.is_loop_run(folder)
     assert list(loop_ledger.read(folder)) == before
     assert loop_ledger.check(folder).holds
     with (folder / FILE).open("ab") as file:

@@ -163,7 +163,7 @@ def test_a_lock_that_is_given_back_before_its_owner_is_named_is_taken(
 ) -> None:
     meanwhile(monkeypatch, lambda: fcntl.flock(just_locked, fcntl.LOCK_UN))
     with RunLock(tmp_path) as lock:
-        assert lock.still_ours()
+        assert lock.is_still_held()
 
 
 def test_an_owner_that_names_nobody_is_not_waited_for_without_end(
@@ -201,7 +201,7 @@ def test_the_generation_rises_with_every_attempt(tmp_path: Path) -> None:
     found = []
     for _ in range(12):
         with RunLock(tmp_path) as lock:
-            assert lock.still_ours()
+            assert lock.is_still_held()
             found.append(lock.generation)
     assert found == list(range(1, 13))
 
@@ -222,7 +222,7 @@ def test_a_damaged_lock_file_is_overruled_and_the_log_knows_the_generation(
 def test_a_longer_earlier_text_leaves_nothing_in_the_file(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text(json.dumps({"generation": 4, "process": 1, "more": "x" * 300}))
     with RunLock(tmp_path) as lock:
-        assert lock.still_ours()
+        assert lock.is_still_held()
         row = json.loads((tmp_path / FILE).read_text())
         assert {**row, "since_s": 0} == {
             "generation": 5,
@@ -236,10 +236,10 @@ def test_a_longer_earlier_text_leaves_nothing_in_the_file(tmp_path: Path) -> Non
 def test_a_lock_that_was_removed_or_taken_over_is_no_longer_ours(tmp_path: Path) -> None:
     with RunLock(tmp_path) as first:
         (tmp_path / FILE).unlink()
-        assert not first.still_ours()
+        assert not first.is_still_held()
         with RunLock(tmp_path, after=1) as second:
-            assert second.still_ours()
-            assert not first.still_ours()
+            assert second.is_still_held()
+            assert not first.is_still_held()
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

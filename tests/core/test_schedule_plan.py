@@ -277,7 +277,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a warm-up longer than the run": (
         {"warmup": "11 epochs"},
-        "11 epochs, which ends at step 110, and the run has 100 steps",
+        "11 epochs, which ends at step 110, but the run has 100 steps",
     ),
     "a cycle of nothing": (
         {"name": "cosine_restarts", "cycle": "0 steps"},
@@ -315,7 +315,7 @@ def test_a_run_of_a_time_takes_curves_without_an_end_or_with_a_stated_one() -> N
         with pytest.raises(SpecError, match="needs the number of steps") as caught:
             make(total=None, name=name)
         assert "schedule.length" in str(caught.value.hint)
-    with pytest.raises(SpecError, match=r"add up to the run, and train\.length is a time"):
+    with pytest.raises(SpecError, match=r"add up to the run, but train\.length is a time"):
         make(total=None, sequence=WARM_CONSTANT_COSINE)
     for name in (
         "constant",
@@ -347,7 +347,7 @@ def test_a_default_that_is_spelt_out_and_a_duration_written_otherwise_mean_the_s
 
 
 def test_a_person_is_shown_the_keys_that_count_and_no_others() -> None:
-    shown = ScheduleSettings(name="polynomial", warmup="1 epoch").effective()
+    shown = ScheduleSettings(name="polynomial", warmup="1 epoch").used_keys()
     assert shown == {
         "name": "polynomial",
         "power": 1.0,
@@ -359,7 +359,7 @@ def test_a_person_is_shown_the_keys_that_count_and_no_others() -> None:
     }
     assert [
         piece["name"]
-        for piece in ScheduleSettings(sequence=WARM_CONSTANT_COSINE).effective()["sequence"]
+        for piece in ScheduleSettings(sequence=WARM_CONSTANT_COSINE).used_keys()["sequence"]
     ] == ["warmup", "constant", "cosine"]
 
 

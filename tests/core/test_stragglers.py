@@ -14,7 +14,7 @@ from surefoot.core.ranks.stragglers import (
     find_lags,
     find_stragglers,
     find_window,
-    least_often,
+    min_slow_steps,
 )
 
 EVEN = Pace(0.001, 0.1, 0.001, 8.0, 80.0, 800.0)
@@ -169,5 +169,5 @@ def test_the_median_of_the_others_is_that_of_all_but_the_rank_itself() -> None:
 
 def test_more_ranks_ask_for_more_steps() -> None:
     assert [find_window(num) for num in (2, 1000, 4096)] == [20, 20, 22]
-    assert [least_often(num, find_window(num)) for num in (2, 1000, 4096)] == [18, 20, 22]
-    assert [least_often(2, num) for num in (10, 11, 1000, 1001)] == [10, 11, 553, 554]
+    assert [min_slow_steps(num, find_window(num)) for num in (2, 1000, 4096)] == [18, 20, 22]
+    assert [min_slow_steps(2, num) for num in (10, 11, 1000, 1001)] == [10, 11, 553, 554]

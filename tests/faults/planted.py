@@ -165,7 +165,7 @@ def no_lock() -> None:
 
 
 def a_stale_attempt_may_commit() -> None:
-    RunLock._stands = lambda self: True
+    RunLock._is_current = lambda self: True
 
 
 def the_newest_by_time() -> None:

@@ -177,7 +177,7 @@ PLANTED: Mapping[str, tuple[Any, str, Any]] = {
     "a failed save is not told": (Telling, "fault", lambda self, fault: None),
     "a failed save is told twice": (Telling, "give_up", told_twice),
     "a save does not wait for the one before": (Saver, "finish", never_waits),
-    "digests are not compared": (digest, "of_bytes", lambda data: digest.combine([])),
+    "digests are not compared": (digest, "digest_of_bytes", lambda data: digest.combine([])),
     "the digest of a manifest is not its own": (manifest, "_digest", lambda row: ""),
     "a manifest that is gone is no damage": (manifest, "named_steps", manifest.steps),
     "neither size nor kind is looked at": (commits, "open_file", opened_anyhow),

@@ -25,7 +25,7 @@ from surefoot.prove.campaigns.outcome import (
     CampaignOutcome,
     Failure,
     TrialResult,
-    carry_out,
+    run_trials,
 )
 from surefoot.prove.campaigns.probe import EVERY, STEPS, ProbedRun
 from surefoot.prove.campaigns.workshop import Workshop
@@ -67,7 +67,7 @@ def workshop() -> Iterator[PlantedWorkshop]:
 
 def tried(campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int) -> CampaignOutcome:
     """What came of it; skips where it cannot be tried."""
-    found = carry_out(campaign, workshop, trials=trials, seed=seed)
+    found = run_trials(campaign, workshop, trials=trials, seed=seed)
     if found.not_here is not None:
         pytest.skip(found.not_here)
     return found
@@ -141,7 +141,7 @@ def test_a_trial_that_waits_for_ever_has_failed(
         return TrialResult()
 
     monkeypatch.setattr(places, "PATIENCE_S", 0.2)
-    found = carry_out(
+    found = run_trials(
         Campaign(case="F00", title="a pipe", trial=wait, few=1), workshop, trials=2, seed=5
     )
     assert [(each.seed, each.what) for each in found.failures] == [
@@ -165,7 +165,7 @@ def test_a_fault_that_did_not_fall_is_made_up_for(
         seeds.append(seed)
         return TrialResult(fell=seed - 100 not in misses)
 
-    found = carry_out(
+    found = run_trials(
         Campaign(case="F00", title="late kills", trial=kill, few=1), workshop, trials=20, seed=100
     )
     assert (found.trials, seeds) == (fell, list(range(100, 100 + tried)))
@@ -216,10 +216,10 @@ def under_wrong_clocks(workshop: PlantedWorkshop, seed: int, also: str | None = 
                 workshop.train(replace(attempt, die_at=step + 1)).wait()
                 for path in sorted(attempt.folder.rglob("*")):
                     os.utime(path, (draws.randrange(YEARS_70_S),) * 2)
-                if (wrong := places.look_at(attempt.folder, golden)) is not None:
+                if (wrong := places.check_after_fault(attempt.folder, golden)) is not None:
                     return wrong
             workshop.plant = partial(set_clock, last, also)
-            return places.go_on(workshop, attempt, golden)
+            return places.restart_and_compare(workshop, attempt, golden)
     finally:
         workshop.plant = None
 

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.faults.run import MANY
 from surefoot.contract import commits, events, manifest
 from surefoot.prove.campaigns import CAMPAIGNS, damage
-from surefoot.prove.campaigns.outcome import Campaign, CampaignOutcome, carry_out
+from surefoot.prove.campaigns.outcome import Campaign, CampaignOutcome, run_trials
 from surefoot.prove.campaigns.probe import ProbedRun
 from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
@@ -30,7 +30,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> PlantedWorkshop:
 def found(
     campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int = 0
 ) -> CampaignOutcome:
-    return carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
+    return run_trials(campaign, workshop, trials=trials, seed=seed, tell=print)
 
 
 @pytest.mark.quick("F06")

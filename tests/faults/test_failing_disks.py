@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, failing
-from surefoot.prove.campaigns.outcome import Campaign, CampaignOutcome, carry_out
+from surefoot.prove.campaigns.outcome import Campaign, CampaignOutcome, run_trials
 from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
 
@@ -27,7 +27,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> PlantedWorkshop:
 def found(
     campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int = 0
 ) -> CampaignOutcome:
-    outcome = carry_out(campaign, workshop, trials=trials, seed=seed, tell=print)
+    outcome = run_trials(campaign, workshop, trials=trials, seed=seed, tell=print)
     if outcome.not_here is not None:
         pytest.skip(outcome.not_here)
     return outcome

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, forge
-from surefoot.prove.campaigns.outcome import CampaignOutcome, carry_out
+from surefoot.prove.campaigns.outcome import CampaignOutcome, run_trials
 from tests.faults.planted import PlantedWorkshop
 from tests.faults.planted_files import plant
 
@@ -22,7 +22,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> PlantedWorkshop:
 
 
 def found(workshop: PlantedWorkshop, trials: int, seed: int = 0) -> CampaignOutcome:
-    return carry_out(CAMPAIGN, workshop, trials=trials, seed=seed, tell=print)
+    return run_trials(CAMPAIGN, workshop, trials=trials, seed=seed, tell=print)
 
 
 def test_a_hostile_commit_is_refused_in_words_and_nothing_of_it_runs(

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.faults.run import MANY
 from surefoot.prove.campaigns import CAMPAIGNS, ranks
-from surefoot.prove.campaigns.outcome import carry_out
+from surefoot.prove.campaigns.outcome import run_trials
 from surefoot.prove.campaigns.workshop import Workshop
 from tests.faults import planted_ranks
 
@@ -45,14 +45,14 @@ def workshop() -> Iterator[Workshop]:
     [each if each in QUICK else pytest.param(each, marks=pytest.mark.faults) for each in BY_CASE],
 )
 def test_the_promises_hold_on_several_ranks(case: str, workshop: Workshop) -> None:
-    found = carry_out(BY_CASE[case], workshop, trials=1, seed=0)
+    found = run_trials(BY_CASE[case], workshop, trials=1, seed=0)
     assert (found.failures, found.trials) == ((), 1)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_many_trials(case: str, workshop: Workshop) -> None:
-    found = carry_out(BY_CASE[case], workshop, trials=MANY[case], seed=LARGE_SEED)
+    found = run_trials(BY_CASE[case], workshop, trials=MANY[case], seed=LARGE_SEED)
     assert found.failures == ()
 
 
@@ -84,7 +84,7 @@ def test_a_campaign_catches_what_is_planted(
         monkeypatch.setattr(ranks, "TASK", f"{planted_ranks.__name__}:{plant}")
     for name, value in names.items():
         monkeypatch.setattr(ranks, name, value)
-    assert carry_out(BY_CASE[case], workshop, trials=1, seed=seed).failures != ()
+    assert run_trials(BY_CASE[case], workshop, trials=1, seed=seed).failures != ()
 
 
 def test_every_campaign_is_shown_to_catch_something() -> None:

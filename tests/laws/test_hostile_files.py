@@ -33,7 +33,9 @@ def commit(folder: Path, *names: str) -> None:
     for name in names:
         if "/" not in name:
             (folder / name).write_bytes(b"weights")
-        entries.append(manifest.Entry(name=name, num_bytes=7, sha256=digest.of_bytes(b"weights")))
+        entries.append(
+            manifest.Entry(name=name, num_bytes=7, sha256=digest.digest_of_bytes(b"weights"))
+        )
     made = manifest.Manifest(
         step=1, generation=1, spec_id="x", files=tuple(entries), environment={}
     )

@@ -62,7 +62,7 @@ def trained(task: Padded, folder: Path, **train: Any) -> list[float]:
 def test_a_loader_s_dataset_and_collate_function_are_what_its_refusals_name(tmp_path: Path) -> None:
     whole = trained(Padded(True), tmp_path / "whole")
     with pytest.raises(
-        SpecError, match=r"train\.microbatch is 4, and the source gives whole batches"
+        SpecError, match=r"train\.microbatch is 4, but the source gives whole batches"
     ) as raised:
         trained(Padded(True), tmp_path / "refused", microbatch=4)
     assert HINT in str(raised.value.hint)

@@ -119,14 +119,14 @@ def test_another_library_in_its_place_leaves_the_work_to_hashlib(
 @needs_lanes
 def test_a_group_holds_what_fills_the_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "num_lanes", lambda: 16)
-    assert lanes.share_out([]) == []
-    assert lanes.share_out([100]) == [[0]]
-    assert lanes.share_out([100, 100]) == [[0], [1]]
-    assert lanes.share_out([100] * 3) == [[0, 1, 2]]
-    assert lanes.share_out([100] * 20) == [list(range(16)), list(range(16, 20))]
-    assert lanes.share_out([10_000, *[100] * 5]) == [[0], [1, 2, 3, 4, 5]]
+    assert lanes.group_by_size([]) == []
+    assert lanes.group_by_size([100]) == [[0]]
+    assert lanes.group_by_size([100, 100]) == [[0], [1]]
+    assert lanes.group_by_size([100] * 3) == [[0, 1, 2]]
+    assert lanes.group_by_size([100] * 20) == [list(range(16)), list(range(16, 20))]
+    assert lanes.group_by_size([10_000, *[100] * 5]) == [[0], [1, 2, 3, 4, 5]]
     monkeypatch.setattr(lanes, "num_lanes", lambda: 0)
-    assert lanes.share_out([100, 200]) == [[1], [0]]
+    assert lanes.group_by_size([100, 200]) == [[1], [0]]
 
 
 def test_digests_are_the_same_with_lanes_and_without(
@@ -145,7 +145,7 @@ def test_digests_are_the_same_with_lanes_and_without(
         *[1000] * 20,
     ]
     held = {str(i): memoryview(bytearray(chance.randbytes(size))) for i, size in enumerate(sizes)}
-    wanted = {name: digest.of_bytes(each) for name, each in held.items()}
+    wanted = {name: digest.digest_of_bytes(each) for name, each in held.items()}
     path = tmp_path / "all"
     path.write_bytes(b"x" * 24 + b"".join(held.values()))
     spans, start = {}, 24

@@ -21,7 +21,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.control.plan import COLLECTIVES, Link, bus_factor
 from surefoot.core.statistics import median_interval, paired_ratio
 from surefoot.prove.bench import buckets
-from surefoot.prove.bench.buckets import BucketSizes, BucketTuning, Duel, tune
+from surefoot.prove.bench.buckets import BucketSizes, BucketTuning, LayoutDuel, tune
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.wanted import Buckets
 from surefoot.train.step.ranks import Ranks
@@ -54,16 +54,16 @@ SPEC: dict[str, Any] = {
         ("--calls 0", "0 calls after 5 measure nothing"),
         ("--warmup -1", "20 calls after -1 measure nothing"),
         ("--device gpu", "--device is 'gpu'"),
-        ("--buckets 1MiB", "--buckets needs a SPEC, and none is given"),
-        ("--seed 1", "--seed needs a SPEC, and none is given"),
-        ("digits --largest 1MiB", "--largest applies only without a SPEC, and a SPEC is given"),
-        ("digits --device cpu", "--device applies only without a SPEC, and a SPEC is given"),
+        ("--buckets 1MiB", "--buckets needs a SPEC, but none is given"),
+        ("--seed 1", "--seed needs a SPEC, but none is given"),
+        ("digits --largest 1MiB", "--largest applies only without a SPEC, but a SPEC is given"),
+        ("digits --device cpu", "--device applies only without a SPEC, but a SPEC is given"),
         ("digits --buckets 1MiB,1MiB", "--buckets names no size, or one twice"),
         ("digits --rounds 0", "--rounds is 0"),
         ("digits --set layout.bucket_size=0B", "0B is nothing"),
         (
             "digits --ranks 3 --set layout.replicate=2",
-            "layout.replicate is 2, and there are 3 ranks",
+            "layout.replicate is 2, but there are 3 ranks",
         ),
         ("nothing", "'nothing' is not a spec"),
     ],
@@ -270,7 +270,7 @@ def test_the_buckets_that_are_quicker_are_chosen_and_none_where_nothing_is(
 def test_what_won_the_sweep_is_set_only_where_its_own_rounds_confirm_it(
     ratios: list[float], chosen: BucketSizes
 ) -> None:
-    against_own = Duel(
+    against_own = LayoutDuel(
         laid=BucketSizes(16, 16), against=OWN, ratio=paired_ratio(ratios, [1.0] * len(ratios))
     )
     found = BucketTuning(

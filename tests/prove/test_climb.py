@@ -158,22 +158,24 @@ def test_a_rung_that_skips_work_is_thrown_out_and_one_that_its_first_run_refuses
 
 
 def test_several_ranks_stand_last_and_are_held_against_the_same_pieces_on_one() -> None:
-    found = {rung.name: rung for rung in find_rungs(rungs.plain(SPEC), device="cpu", cores=3)}
+    found = {
+        rung.name: rung for rung in find_rungs(rungs.make_plain_spec(SPEC), device="cpu", cores=3)
+    }
     parallel, own = found["data parallel"], parse_rung("mine: layout.replicate=3")
     # 64 samples are shared evenly by 2 and not by 3
-    assert parallel.on(rungs.plain(SPEC)).layout.replicate == 2
+    assert parallel.on(rungs.make_plain_spec(SPEC)).layout.replicate == 2
     assert (own.purpose, own.takes_ranks) == ("wall time", True)
     chosen = [found["fused"], parallel]
     assert order_rungs(chosen, [parse_rung("other: optim.clip=0")])[-1] is parallel
     assert order_rungs([parallel, found["fused"]], [own]) == [parallel, found["fused"], own]
-    assert find_piece(rungs.plain(SPEC)) is None
-    assert find_piece(parallel.on(rungs.plain(SPEC))) == 32
+    assert find_piece(rungs.make_plain_spec(SPEC)) is None
+    assert find_piece(parallel.on(rungs.make_plain_spec(SPEC))) == 32
     # as the ranks cut a batch that they do not share evenly
-    assert find_piece(own.on(rungs.plain(SPEC))) == 22
+    assert find_piece(own.on(rungs.make_plain_spec(SPEC))) == 22
     assert (
         find_piece(
             parallel.on(
-                rungs.plain(SPEC.replace(train={"microbatch": 16})).replace(
+                rungs.make_plain_spec(SPEC.replace(train={"microbatch": 16})).replace(
                     train={"microbatch": 16}
                 )
             )
@@ -236,7 +238,10 @@ def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    start, said = rungs.plain(spec_file.read(str(start_spec(tmp_path, "Strict"))).spec), list[str]()
+    start, said = (
+        rungs.make_plain_spec(spec_file.read(str(start_spec(tmp_path, "Strict"))).spec),
+        list[str](),
+    )
     climb = Climb(start, Workbench(start, LadderSettings(), tmp_path / "out"), said.append)
     assert climb._floor(start, gate.UNITS["bf16"]) == {}
     assert "planted" in said[0]
@@ -247,7 +252,7 @@ def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    start = rungs.plain(spec_file.read(str(start_spec(tmp_path, "Honest"))).spec)
+    start = rungs.make_plain_spec(spec_file.read(str(start_spec(tmp_path, "Honest"))).spec)
     climb = Climb(start, Workbench(start, LadderSettings(), tmp_path / "out"), lambda text: None)
     bf16, smaller = (
         parse_rung("bf16 (rounding): precision.compute='bf16'"),
@@ -262,7 +267,7 @@ def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algo
         found = climb._check(rung, rung.on(climb.below))
         assert found.verdict == verdict, found.words
     climb._keep(smaller, smaller.on(start))
-    assert (climb._ground, climb._ground_words, climb._tensors) == (
+    assert (climb._ground, climb._describe_baseline, climb._tensors) == (
         climb.below,
         "the rung half",
         None,
@@ -276,14 +281,14 @@ def test_a_run_shorter_than_the_warm_up_is_measured_with_what_it_has(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     stated = spec_file.read(str(start_spec(tmp_path))).spec
     for length, fits in (("30 steps", True), ("15 steps", False)):
-        start = rungs.plain(stated.replace(train={"length": length}))
+        start = rungs.make_plain_spec(stated.replace(train={"length": length}))
         bench = Workbench(start, LadderSettings(), tmp_path / length)
         if not fits:
             with pytest.raises(TaskError, match="over before its last measured step"):
                 bench.begin()
             continue
         bench.begin()
-        bench.warm_up_what_is_compiled()
+        bench.extend_warmup_for_compilation()
         assert 8 <= bench.warmup_steps <= 22
         assert bench.num_samples == 64 * (30 - bench.warmup_steps)
         trial = bench.measure_all("short", {"start": start, "again": start}, 1)
@@ -330,7 +335,7 @@ def test_a_rung_that_this_model_has_no_use_for_is_refused_with_the_reason(
     name: str, why: str, tmp_path: Path
 ) -> None:
     """By the process that checks it, so that it is skipped and not rejected."""
-    start = rungs.plain(spec_file.read(str(start_spec(tmp_path))).spec)
+    start = rungs.make_plain_spec(spec_file.read(str(start_spec(tmp_path))).spec)
     (rung,) = (each for each in find_rungs(start, device="cpu", cores=1) if each.name == name)
     (tmp_path / "rung.toml").write_text(spec_file.write(rung.on(start)))
     words = [

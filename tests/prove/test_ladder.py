@@ -42,7 +42,7 @@ SPEC = RunSpec(task={"use": "digits"}, train={"batch": 64})  # type: ignore[arg-
 def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(
     device: str, cores: int
 ) -> None:
-    start = rungs.plain(SPEC)
+    start = rungs.make_plain_spec(SPEC)
     found = find_rungs(start, device=device, cores=cores)
     assert len({rung.name for rung in found}) == len(found)
     for rung in found:
@@ -71,17 +71,19 @@ def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(
 
 
 def test_the_parts_of_a_batch_that_grows_divide_all_its_sizes() -> None:
-    start = rungs.plain(SPEC.replace(train={"batch": 24, "ramp": ((0, 8), (100, 12), (200, 24))}))
+    start = rungs.make_plain_spec(
+        SPEC.replace(train={"batch": 24, "ramp": ((0, 8), (100, 12), (200, 24))})
+    )
     found = {rung.name: rung for rung in find_rungs(start, device="cpu", cores=1)}
     assert found["microbatch"].on(start).train.microbatch == 1
     assert not found["large batch"].is_here
 
 
 def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:
-    start = rungs.plain(
+    start = rungs.make_plain_spec(
         SPEC.replace(precision={"compute": "bf16"}, train={"microbatch": 8, "threads": 2})
     )
-    assert start == rungs.plain(SPEC)
+    assert start == rungs.make_plain_spec(SPEC)
     memory = {"activation_checkpointing": "full", "blocks": ["a.*"], "update_in_backward": True}
     compiled = {"what": "blocks", "blocks": ["a.*"], "mode": "max-autotune"}
     tables = {
@@ -89,11 +91,11 @@ def test_the_start_is_plain_whatever_the_spec_switched_on() -> None:
         "stability": {"nonfinite": "stop"},
         "compile": compiled,
     }
-    made = rungs.plain(SPEC.replace(memory=memory, **tables))
+    made = rungs.make_plain_spec(SPEC.replace(memory=memory, **tables))
     assert made.memory == start.memory
     assert (made.compile, made.optim.state) == (start.compile, "fp32")
     noisy = SPEC.replace(observe={"noise": True}, train={"microbatch": 8})
-    assert not rungs.plain(noisy).observe.noise
+    assert not rungs.make_plain_spec(noisy).observe.noise
     (again,) = (
         rung
         for rung in rungs.find_rungs(start, device="cpu", cores=1, blocks=("a.*",))
@@ -142,7 +144,7 @@ def test_what_is_no_rung_is_refused_with_an_example(text: str) -> None:
 
 
 def test_a_rung_that_changes_nothing_and_one_with_an_unknown_key_are_told() -> None:
-    start = rungs.plain(SPEC)
+    start = rungs.make_plain_spec(SPEC)
     with pytest.raises(InputError, match=r"'idle' changes nothing: train\.batch=64"):
         parse_rung("idle: train.batch=64").on(start)
     with pytest.raises(SpecError, match=r"'bacth' is not a key in \[train\]"):
@@ -218,7 +220,7 @@ def test_work_that_is_left_out_shows_in_the_run_s_own_counts() -> None:
 
 
 def a_ladder(name: str = "fused") -> Ladder:
-    start = rungs.plain(SPEC)
+    start = rungs.make_plain_spec(SPEC)
     ratio = sequential_ratio([0.9, 0.91, 0.92, 0.93, 0.9, 0.91, 0.94], [1.0] * 7, most=15)
     passed = GateVerdict(verdict="passes", words="all of it", worst=0.1)
     kept = RungResult(

@@ -39,7 +39,7 @@ def spec(name: str = "Honest", **tables: dict[str, Any]) -> RunSpec:
         }
     )
     return rungs.change(
-        rungs.plain(made),
+        rungs.make_plain_spec(made),
         {f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()},
     )
 
@@ -302,7 +302,7 @@ def test_equal_code_with_other_seeds_is_seldom_called_worse() -> None:
 def test_a_rung_is_worse_where_the_further_seeds_say_so_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = rungs.plain(spec())
+    start = rungs.make_plain_spec(spec())
     rung = parse_rung("half (algorithm): train.batch=32")
     draw, asked = np.random.default_rng(1), list[range]()
 

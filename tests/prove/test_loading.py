@@ -6,7 +6,7 @@ from pathlib import Path
 
 from surefoot.components.data.loader.pilot import ENOUGH, GAIN, WorkerTiming, WorkerTuner
 from surefoot.contract.spec import RunSpec
-from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning, faster, tune
+from surefoot.prove.bench.loading import LoaderTiming, LoaderTuning, choose_faster, tune
 
 TASK = f"{Path(__file__).parent / 'slow_data.py'}:Slow"
 
@@ -75,5 +75,5 @@ def test_without_anything_to_wait_for_no_worker_is_tried_or_the_steps_waited() -
 
 def test_another_setting_is_chosen_only_where_steps_become_faster_by_more_than_noise() -> None:
     before = tried(2, 80, 80, 0.2)
-    assert faster(before, tried(2, 90, 82, 0.19, prefetch=4)) is before
-    assert faster(before, after := tried(2, 90, 90, 0.1, prefetch=4)) is after
+    assert choose_faster(before, tried(2, 90, 82, 0.19, prefetch=4)) is before
+    assert choose_faster(before, after := tried(2, 90, 90, 0.1, prefetch=4)) is after

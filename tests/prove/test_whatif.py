@@ -136,7 +136,7 @@ def test_the_batches_of_a_dataloader_cannot_be_varied_and_nothing_is_measured(
     answer = surefoot("whatif", "batch", write_task(tmp_path, change=WHOLE_BATCHES), "8,16")
     assert (answer.code, answer.out) == (2, "")
     assert (
-        "train.batch cannot be varied, and the source gives whole batches: 3 batches of DataLoader"
+        "train.batch cannot be varied, but the source gives whole batches: 3 batches of DataLoader"
         in answer.err
     )
     assert "another batch_size; surefoot bench step" in answer.err

@@ -108,7 +108,7 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(Workbench, "begin", begin)
-    monkeypatch.setattr(Workbench, "warm_up_what_is_compiled", lambda bench: None)
+    monkeypatch.setattr(Workbench, "extend_warmup_for_compilation", lambda bench: None)
     monkeypatch.setattr(Workbench, "measure_all", measure_all)
 
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from surefoot.cli.prove.whatif import _way_out
+from surefoot.cli.prove.whatif import _remedy_hint
 from surefoot.prove.whatif.fit import (
     STEPS_OF_THE_ANSWER,
     FitSearch,
+    MicrobatchTrial,
     PredictedFit,
-    Try,
     find_largest,
 )
 from tests.cli.conftest import Command, surefoot
@@ -130,7 +130,7 @@ def test_whole_batches_of_a_loader_are_not_searched_for_a_microbatch(
     answer = surefoot(*shlex.split(words.format(use)))
     assert (answer.code, answer.out) == (2, "")
     assert (
-        "a fit looks for a train.microbatch, and the source gives whole batches: 3 batches of "
+        "a fit looks for a train.microbatch, but the source gives whole batches: 3 batches of "
         "DataLoader" in answer.err
     )
     assert "another batch_size" in answer.err
@@ -165,7 +165,9 @@ def test_a_microbatch_that_the_model_refuses_is_passed_over(
 def test_what_does_not_fit_for_what_stands_beside_the_tensors_says_so_whatever_was_predicted() -> (
     None
 ):
-    tries = tuple(Try(microbatch=size, num_steps=5, peak_bytes=330e6) for size in (4, 2, 1))
+    tries = tuple(
+        MicrobatchTrial(microbatch=size, num_steps=5, peak_bytes=330e6) for size in (4, 2, 1)
+    )
     fitted = FitSearch(
         batch=4,
         limit_bytes=300_000_000,
@@ -174,4 +176,4 @@ def test_what_does_not_fit_for_what_stands_beside_the_tensors_says_so_whatever_w
         predicted=PredictedFit(4, 90_000, 30_000),
     )
     assert fitted.beside_bytes == 330e6 - 30_000
-    assert "more than the limit for any model" in _way_out("mine.toml", fitted)
+    assert "more than the limit for any model" in _remedy_hint("mine.toml", fitted)

@@ -120,7 +120,7 @@ def train(
                 each.step()
             run.step_done(loss)
             if run.step == leave_at:
-                run._record._let_go()  # as a kill would: the lock is free, nothing more is written
+                run._record._release_lock()  # as a kill would: nothing more is written
                 raise Left
         schedule.step()
     run.close()
@@ -172,7 +172,7 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
                 optimizer.step()
                 run.step_done(loss)
                 if run.step == leave_at:
-                    run._record._let_go()
+                    run._record._release_lock()
                     raise Left
                 if run.step % 3 == 0:
                     break
@@ -208,7 +208,7 @@ def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
     next(run.batches())
     run.step_done(0.0)
     run.save()
-    run._record._let_go()
+    run._record._release_lock()
     with pytest.raises(RunFolderError, match=told):
         begin(kind, state=state)
     again = begin(torch.optim.AdamW, state=True)
@@ -293,7 +293,7 @@ def test_a_model_with_an_expanded_and_a_conjugated_buffer_goes_on(tmp_path: Path
             assert run.step == number
             run.step_done(0.0)
             run.save()
-            run._record._let_go()
+            run._record._release_lock()
         assert model.turned.tolist() == [1 - 2j]
 
 

@@ -147,7 +147,7 @@ CHANGES: dict[str, tuple[Build, int, str]] = {
         2,
         "optimizer.param_groups[0]['weight_decay'] = 0.2",
     ),
-    "the batch size": (FIRST, 4, "data.batch_size = 4, and the previous attempt had 2"),
+    "the batch size": (FIRST, 4, "data.batch_size = 4, but the previous attempt had 2"),
 }
 
 

@@ -22,7 +22,7 @@ from surefoot.contract.events import Evaluated, Started, Step
 from surefoot.core.errors import SpecError
 from surefoot.prove.whatif.noise import gradient_of
 from surefoot.train.preflight import norms
-from surefoot.train.run import Run, drive
+from surefoot.train.run import Run, run_steps
 from tests.train.small import SAMPLES, Small, records, spec
 from tests.train.test_resume import Left
 
@@ -35,7 +35,7 @@ def notes(folder: Path) -> tuple[str, ...]:
 
 def finish(folder: Path, task: Any = None, **tables: dict[str, Any]) -> Run:
     with Run(spec(**tables), task or Small(), folder=folder, quiet=True) as run:
-        drive(run)
+        run_steps(run)
     return run
 
 
@@ -85,13 +85,13 @@ def test_a_batch_of_more_samples_than_there_are_scales_the_rate_by_those(tmp_pat
         (
             {"batch": 25},
             (
-                "train.batch is 25, and the training set has 24 samples: a step trains on "
+                "train.batch is 25, but the training set has 24 samples: a step trains on "
                 "all 24, which is one epoch"
             ),
         ),
         ({"batch": 24}, ""),
         ({"batch": 64, "microbatch": 16}, "set train.batch to 24 or less"),
-        ({"batch": 32, "ramp": ((0, 4), (24, 32))}, "train.batch is 32, and"),
+        ({"batch": 32, "ramp": ((0, 4), (24, 32))}, "train.batch is 32, but"),
     ],
 )
 def test_a_batch_of_more_samples_than_there_are_is_told_before_the_run(
@@ -223,7 +223,9 @@ def test_what_batchnorm_does_is_measured_by_the_first_attempt_alone(
                 run.save()
                 raise KeyboardInterrupt
     assert sum(note.startswith("BatchNorm normalizes") for note in notes(tmp_path / "run")) == 1
-    monkeypatch.setattr(norms, "_apart", lambda *given: pytest.fail("it was measured again"))
+    monkeypatch.setattr(
+        norms, "_relative_difference", lambda *given: pytest.fail("it was measured again")
+    )
     finish(tmp_path / "run", Convolved(), **tables)
 
 
@@ -319,7 +321,7 @@ def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_du
                 raise Left
     with Run(how, Small(), folder=tmp_path / "run", quiet=True) as run:
         assert run.step == 9
-        drive(run)
+        run_steps(run)
     assert consumed.check(tmp_path / "run").holds
     assert run.num_samples == 4 * SAMPLES
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.train.preflight import check
-from surefoot.train.record.peak import stepping
+from surefoot.train.record.peak import make_step_function
 
 
 class Stream:
@@ -81,7 +81,9 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "a save": lambda run: run.save(),
     "digests of the state": lambda run: run.state_digests(),
     "the checks before a run": lambda run: check(run.assembly),
-    "the prediction of memory": lambda run: stepping(run.assembly, run._telling, run.folder),
+    "the prediction of memory": lambda run: make_step_function(
+        run.assembly, run._telling, run.folder
+    ),
 }
 
 

@@ -178,7 +178,7 @@ def test_a_slow_step_is_told_with_its_cause_in_the_records_in_the_closing_lines_
     done_s = time.perf_counter()
     told = {row["step"]: row["cause"] for row in run.summary["outliers"]}
     assert (told[21], told[31]) == ("other", "garbage collection")
-    story.tell(past.read(tmp_path))
+    story.print_summary(past.read(tmp_path))
     said = capsys.readouterr().out
     assert "slow step 31: " in said
     assert ": garbage collection\n" in said

@@ -155,7 +155,7 @@ def test_a_row_that_only_another_rank_has_is_moved_by_sparse_adam_and_one_that_n
             "sgd",
             (
                 r"layout\.virtual_ranks is given, "
-                r"and the gradient of an embedding with sparse=True is sparse"
+                r"but the gradient of an embedding with sparse=True is sparse"
             ),
         ),
     ],

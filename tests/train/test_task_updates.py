@@ -144,7 +144,7 @@ class OtherParameters(TwoUpdates):
 
 def test_an_update_whose_optimizer_holds_other_parameters_is_refused(tmp_path: Path) -> None:
     assert (
-        "update head names 2 parameters, and its optimizer holds 4; they must be the same"
+        "update head names 2 parameters, but its optimizer holds 4; they must be the same"
         in refused(OtherParameters(), tmp_path)
     )
 

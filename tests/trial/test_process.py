@@ -208,7 +208,7 @@ def test_a_report_holds_finite_numbers_only(tmp_path: Path) -> None:
 
 def test_a_start_lasts_until_what_is_compiled_has_run() -> None:
     firsts = {
-        what: child.first_alike(small_spec(9, compile={"what": what}))
+        what: child.first_regular_step(small_spec(9, compile={"what": what}))
         for what in ("none", "blocks", "model", "step")
     }
     assert firsts == {"none": 1, "blocks": 2, "model": 2, "step": 6}

@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 
 from surefoot.cli import options
-from surefoot.cli.main import _tell
+from surefoot.cli.main import _print_error
 from surefoot.control.launch import local
 from surefoot.control.launch.forks import ForkServer
 from surefoot.control.launch.looking import RankFiles
 from surefoot.core import place
 from surefoot.core.errors import SurefootError
-from surefoot.core.process.signals import dying_with
+from surefoot.core.process.signals import make_parent_death_hook
 
 Job = Callable[[int], int]
 GONE_S = 10.0  # within which no process may be left
@@ -200,7 +200,7 @@ def _fork(
         for name in local.HEARD:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         os.setpgid(0, 0)
-        dying_with(parent)()
+        make_parent_death_hook(parent)()
         speak(os.open(os.devnull, os.O_WRONLY) if rank else 1, writes)
         if rank:
             meeting.close()
@@ -236,7 +236,7 @@ def forked(job: Callable[[], int]) -> int:
         speak(1, 2)
         code = job()
     except SurefootError as error:
-        _tell(error)
+        _print_error(error)
         code = error.exit_code
     except BaseException:  # noqa: BLE001 - told, and then the process ends: it must not go on as the tests
         print(traceback.format_exc(), file=sys.stderr, flush=True)

@@ -149,7 +149,7 @@ class Counting(Narrow):
 @pytest.mark.parametrize(
     ("task", "count", "tables", "words"),
     [
-        (Narrow, 3, {}, "layout.virtual_ranks is 4, and there are 3 ranks"),
+        (Narrow, 3, {}, "layout.virtual_ranks is 4, but there are 3 ranks"),
         (
             Narrow,
             2,

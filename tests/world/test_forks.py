@@ -20,7 +20,7 @@ import pytest
 
 from surefoot.contract import events, manifest
 from surefoot.control.launch import forks
-from surefoot.control.launch.forks import LOST, Forked, ForkServer
+from surefoot.control.launch.forks import LOST, ForkedRank, ForkServer
 from surefoot.core import place
 from tests.world.launched import is_alive
 from tests.world.test_launch import command, environment
@@ -53,7 +53,7 @@ def opened() -> Iterator[ForkServer]:
 
 def begin(
     server: ForkServer, rank: int = 1
-) -> tuple[Forked | subprocess.Popen[bytes], socket.socket]:
+) -> tuple[ForkedRank | subprocess.Popen[bytes], socket.socket]:
     """A rank, and the other end of a socket that it has been passed."""
     mine, theirs = socket.socketpair()
     with theirs:
@@ -71,7 +71,7 @@ def begin(
 def test_a_forked_rank_says_and_ends_as_one_of_its_own() -> None:
     with opened() as server:
         rank, mine = begin(server)
-        assert isinstance(rank, Forked)
+        assert isinstance(rank, ForkedRank)
         assert rank.poll() is None
         assert rank.stderr is not None
         said = rank.stderr.read().decode()
@@ -94,7 +94,7 @@ def test_ranks_begin_again_when_the_process_that_forks_them_was_killed() -> None
         os.kill(parent, signal.SIGKILL)
         assert first.wait() == LOST
         second, _ = begin(server)
-        assert isinstance(second, Forked)
+        assert isinstance(second, ForkedRank)
         assert second.wait() == 2
 
 
@@ -131,7 +131,7 @@ def test_one_that_is_stopped_is_ended_and_ranks_begin_by_themselves(
         os.kill(psutil.Process(second.pid).ppid(), signal.SIGSTOP)
         assert second.wait() == LOST
         third, _ = begin(server)
-        assert isinstance(third, Forked)
+        assert isinstance(third, ForkedRank)
         os.kill(psutil.Process(third.pid).ppid(), signal.SIGSTOP)
         fourth, _ = begin(server)
         assert isinstance(fourth, subprocess.Popen)

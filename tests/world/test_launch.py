@@ -321,7 +321,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         (
             ("--ranks", "2", "--set", "layout.replicate=3"),
             {},
-            "error: layout.replicate is 3, and there are 2 ranks",
+            "error: layout.replicate is 3, but there are 2 ranks",
         ),
         (
             ("--ranks", "1000"),
@@ -345,7 +345,7 @@ def test_a_rank_that_ends_as_if_the_run_were_over_is_named(tmp_path: Path) -> No
         (
             (),
             {"RANK": "0", "WORLD_SIZE": "2"},
-            "error: MASTER_ADDR is not set, and WORLD_SIZE is 2",
+            "error: MASTER_ADDR is not set, but WORLD_SIZE is 2",
         ),
         pytest.param(
             (),

@@ -67,4 +67,4 @@ def test_masters_on_the_host_are_refused(tmp_path: Path) -> None:
         lambda rank: train(tmp_path / "run", None, spec(memory={"offload": "optimizer"})),
         tmp_path / "ranks",
     )
-    assert "memory.offload is 'optimizer', and there are several ranks" in first["error"]
+    assert "memory.offload is 'optimizer', but there are several ranks" in first["error"]

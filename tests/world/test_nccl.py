@@ -63,7 +63,7 @@ def test_where_it_joins_gpus_the_table_wins_over_the_environment_says_so_and_is_
     plain.setenv("NCCL_DEBUG", "WARN")
     plain.setenv("NCCL_SOCKET_NTHREADS", "4")
     before = dict(os.environ)
-    with nccl.told(NcclTable(**ALL), num_ranks=8, on_gpu=True) as notes:
+    with nccl.set_variables(NcclTable(**ALL), num_ranks=8, on_gpu=True) as notes:
         assert {name: os.environ[name] for name in SET} == SET
         assert os.environ["NCCL_SOCKET_NTHREADS"] == "4"
     assert notes == ["NCCL_ALGO is ring,nvlstree, from [nccl], not tree, from the environment"]
@@ -85,11 +85,11 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(
     for on_gpu in (True, False):
         with (
             pytest.raises(InputError, match=name) as caught,
-            nccl.told(NcclTable(), num_ranks=2, on_gpu=on_gpu),
+            nccl.set_variables(NcclTable(), num_ranks=2, on_gpu=on_gpu),
         ):
             pass
         assert f"did you mean {near}?" in str(caught.value.hint)
-    with nccl.told(NcclTable(), num_ranks=1, on_gpu=True) as notes:  # nobody reads it
+    with nccl.set_variables(NcclTable(), num_ranks=1, on_gpu=True) as notes:  # nobody reads it
         assert notes == []
 
 

@@ -26,13 +26,13 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def means_of_ranks(patch: pytest.MonkeyPatch) -> None:
     """What torch's DistributedDataParallel does: right only where all ranks count alike."""
-    give = Replicas._give_out
+    give = Replicas._write_back_gradients
 
     def averaged(self: Replicas, bucket: Any) -> None:
         bucket.flat.div_(self._group.size)
         give(self, bucket)
 
-    patch.setattr(Replicas, "_give_out", averaged)
+    patch.setattr(Replicas, "_write_back_gradients", averaged)
 
 
 def counts_of_one_rank(patch: pytest.MonkeyPatch) -> None:

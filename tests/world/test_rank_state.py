@@ -197,7 +197,7 @@ def test_a_commit_with_state_of_each_rank_is_refused_on_other_ranks_and_read_whe
         found = run_ranks(number, job(run, "environment"), tmp_path / f"b{number}")
         assert {each["kind"] for each in found} <= {"RunFolderError", "LostRank"}, found
         assert (
-            "holds 'entry' of state() for 2 ranks, one for each, and the run has "
+            "holds 'entry' of state() for 2 ranks, one for each, but the run has "
             in found[0]["error"]
         )
         assert f"has {number} rank" in found[0]["error"]
@@ -249,7 +249,7 @@ def test_replicated_state_is_compared_at_each_save_and_a_difference_is_named(
     apart = run(moved_apart_later, "apart")
     assert {(each["kind"], each["code"]) for each in apart} == {("NumbersError", 4)}
     assert all(
-        "'entry' is replicated, and its value on rank 1 of 2 differs from that on rank 0"
+        "'entry' is replicated, but its value on rank 1 of 2 differs from that on rank 0"
         in each["error"]
         for each in apart
     )

@@ -327,16 +327,16 @@ def test_numbers_of_numpy_count_on_several_ranks_as_on_one_and_scores_of_32_bits
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"layout": {"replicate": 3}}, "layout.replicate is 3, and there are 2 ranks"),
+        ({"layout": {"replicate": 3}}, "layout.replicate is 3, but there are 2 ranks"),
         (
             {"train": {"batch": 8, "microbatch": 8}},
             "a batch of 8 in microbatches of 8 has 1 microbatch for 2 ranks",
         ),
-        ({"memory": {"on_oom": "halve"}}, "memory.on_oom is 'halve', and there are several ranks"),
-        ({"data": {"on_bad": "skip"}}, "data.on_bad is 'skip', and there are several ranks"),
-        ({"observe": {"noise": True}}, "observe.noise is True, and there are several ranks"),
-        ({"evaluate": {"every": "3 s"}}, "evaluate.every is '3 s', and there are several ranks"),
-        ({"compile": {"what": "step"}}, "compile.what is 'step', and there are several ranks"),
+        ({"memory": {"on_oom": "halve"}}, "memory.on_oom is 'halve', but there are several ranks"),
+        ({"data": {"on_bad": "skip"}}, "data.on_bad is 'skip', but there are several ranks"),
+        ({"observe": {"noise": True}}, "observe.noise is True, but there are several ranks"),
+        ({"evaluate": {"every": "3 s"}}, "evaluate.every is '3 s', but there are several ranks"),
+        ({"compile": {"what": "step"}}, "compile.what is 'step', but there are several ranks"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_refused_in_words(

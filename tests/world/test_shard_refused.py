@@ -72,12 +72,12 @@ class ChannelsLast(Stacked):
 @pytest.mark.parametrize(
     ("task", "layout", "tables", "words"),
     [
-        (Stacked, {"shard": 3}, {}, "layout.shard is 3, and there are 2 ranks"),
+        (Stacked, {"shard": 3}, {}, "layout.shard is 3, but there are 2 ranks"),
         (
             Stacked,
             {"shard": 2, "replicate": 2},
             {},
-            "layout.replicate is 2 times a layout.shard of 2, and there are 2 ranks",
+            "layout.replicate is 2 times a layout.shard of 2, but there are 2 ranks",
         ),
         (
             Stacked,
@@ -141,6 +141,6 @@ def test_what_cannot_be_split_is_refused_before_anything_is_written(
 
 def test_a_layout_that_the_ranks_do_not_make_up_is_refused_before_they_are_started() -> None:
     with pytest.raises(
-        SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, and there are 4 ranks"
+        SpecError, match=r"layout.replicate is 3 times a layout.shard of 2, but there are 4 ranks"
     ):
         launch_ranks(4, RunSpec(layout={"shard": 2, "replicate": 3}), None, None)  # type: ignore[arg-type]

@@ -43,10 +43,10 @@ def compare(
         if json:
             options.print_json(sides.as_row(groups))
         else:
-            sides.tell(groups)
+            sides.print_comparison(groups)
         return
     found = [past.read(folder) for folder in runs]
     if json:
         options.print_json(side_by_side.as_row(found))
     else:
-        side_by_side.tell(found)
+        side_by_side.print_comparison(found)

@@ -45,8 +45,8 @@ def ledger(
     """
     from surefoot.contract import loop_ledger
 
-    if loop_ledger.is_of_a_loop(run):
-        return _of_a_loop(run, sample, json=json)
+    if loop_ledger.is_loop_run(run):
+        return _print_loop_ledger(run, sample, json=json)
     from surefoot.components.data import consumed
     from surefoot.contract import events
     from surefoot.contract.ledger import FILE
@@ -76,7 +76,7 @@ def ledger(
         if uses is None
         else {"id": sample, "uses": [each._asdict() for each in uses]},
     }
-    options.print_result(row, _tell, found, json=json)
+    options.print_result(row, _print_ledger, found, json=json)
     if uses is not None and not json:
         _tell_uses(sample, [(use.step, use.epoch) for use in uses])
     return int(not found.holds)
@@ -139,7 +139,7 @@ def _tell_unjudged(run: Path, last: int) -> None:
         print(f"warning: the verdict ends at step {last:,}: {rest}", file=sys.stderr)
 
 
-def _tell(found: ConsumedCheck) -> None:
+def _print_ledger(found: ConsumedCheck) -> None:
     plan = found.plan
     order = (
         f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in the order of the data"
@@ -196,7 +196,7 @@ def _tell_faults(faults: Sequence[LedgerFault]) -> None:
     print("NOT exactly once")
 
 
-def _of_a_loop(run: Path, sample: int | None, *, json: bool) -> int:
+def _print_loop_ledger(run: Path, sample: int | None, *, json: bool) -> int:
     """Print what a loop with `surefoot.attach` consumed; return the exit code.
 
     Such a loop has no plan: its ledger records the samples themselves.

@@ -108,14 +108,14 @@ class Past:
     @property
     def samples_per_s(self) -> float | None:
         """Samples per second of training, evaluations excluded."""
-        return self._per_s(sum(each.num_samples for each in self.steps))
+        return self._per_training_second(sum(each.num_samples for each in self.steps))
 
     @property
     def items_per_s(self) -> float | None:
         """Items that the losses count, per second of training."""
-        return self._per_s(sum(each.num_items for each in self.steps))
+        return self._per_training_second(sum(each.num_items for each in self.steps))
 
-    def _per_s(self, count: float) -> float | None:
+    def _per_training_second(self, count: float) -> float | None:
         elapsed_s = sum(each.elapsed_s for each in self.steps)
         return count / elapsed_s if elapsed_s > 0 else None
 
@@ -137,7 +137,9 @@ class Past:
     def device_memory(self) -> Mapping[str, Any] | None:
         """GPU memory at the last record, with the peak over all records; None without a record."""
         found = [each.device_memory for each in self.steps if each.device_memory]
-        peaks = [peak for each in found if (peak := finite(each.get("peak_bytes"))) is not None]
+        peaks = [
+            peak for each in found if (peak := finite_or_none(each.get("peak_bytes"))) is not None
+        ]
         return {**found[-1], "peak_bytes": max(peaks, default=None)} if found else None
 
     def loss_at(self, step: int) -> float | None:
@@ -250,7 +252,7 @@ def find(root: Path) -> Iterator[Path]:
             yield Path(folder)
         else:
             inside[:] = sorted(
-                (name for name in inside if not name.startswith(".")), key=_by_number
+                (name for name in inside if not name.startswith(".")), key=_numeric_sort_key
             )
     yield from (Path(error.filename) for error in forbidden if isinstance(error, PermissionError))
 
@@ -260,7 +262,7 @@ def holds_runs(folder: Path) -> bool:
     return not (folder / events.FILE).exists() and next(find(folder), None) is not None
 
 
-def _by_number(name: str) -> tuple[str, int]:
+def _numeric_sort_key(name: str) -> tuple[str, int]:
     """Return a sort key that puts `digits-10` after `digits-9`."""
     stem = name.rstrip("0123456789")
     return stem, int(name[len(stem) :] or 0)
@@ -276,7 +278,7 @@ def number(value: Any) -> float | None:
         return None
 
 
-def finite(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """Return the value as a float; None for a non-finite one, which JSON cannot hold."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
@@ -286,7 +288,7 @@ def value_of(evaluated: Evaluated | None) -> float | None:
     """Return the value of an evaluation's score; None without an evaluation."""
     if evaluated is None:
         return None
-    return finite(
+    return finite_or_none(
         evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score)
     )
 

@@ -93,7 +93,7 @@ def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
     own = spec.schedule
     chosen: dict[str, ScheduleSettings] = {"sequence" if own.sequence else own.name: own}
     for name in beside:
-        chosen.setdefault(name, _like(own, cast("Name", name), scale, check_every))
+        chosen.setdefault(name, _make_similar_schedule(own, cast("Name", name), scale, check_every))
     last = scale.total_steps - 1
     steps = tuple(sorted({round(index * last / (NUM_POINTS - 1)) for index in range(NUM_POINTS)}))
     total = None if Duration.parse(spec.train.length).unit == "s" else scale.total_steps
@@ -108,7 +108,7 @@ def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
         scale,
         steps,
         curves,
-        {name: _in_words(settings) for name, settings in chosen.items()},
+        {name: _describe_settings(settings) for name, settings in chosen.items()},
     )
 
 
@@ -185,7 +185,7 @@ def _units(spec: RunSpec) -> set[str]:
 def _durations(settings: ScheduleSettings) -> list[str]:
     if settings.sequence:
         return [text for piece in settings.sequence for text in _durations(piece)]
-    stated = settings.effective()
+    stated = settings.used_keys()
     single = [
         stated.get(key)
         for key in ("warmup", "length", "every", "cycle", "stable", "decay_length", "timescale")
@@ -208,7 +208,9 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
     )
 
 
-def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> ScheduleSettings:
+def _make_similar_schedule(
+    own: ScheduleSettings, name: Name, scale: Scale, check_every: int
+) -> ScheduleSettings:
     """Return a schedule called `name` with the warm-up of `own` and settings that fit the run."""
     keeps_warmup = not own.sequence and name != "warmup" and "warmup" in USES[name]
     room = max(1, scale.total_steps - scale.to_steps(own.warmup))
@@ -228,13 +230,15 @@ def _like(own: ScheduleSettings, name: Name, scale: Scale, check_every: int) -> 
     )
 
 
-def _in_words(settings: ScheduleSettings) -> str:
+def _describe_settings(settings: ScheduleSettings) -> str:
     """Describe the settings that have an effect, for example `every 100 steps, factor 0.1`."""
     if settings.sequence:
-        return "; then ".join(f"{piece.name} ({_in_words(piece)})" for piece in settings.sequence)
+        return "; then ".join(
+            f"{piece.name} ({_describe_settings(piece)})" for piece in settings.sequence
+        )
     stated = {
         key: value
-        for key, value in settings.effective().items()
+        for key, value in settings.used_keys().items()
         if key != "name" and value not in (None, "0 steps")
     }
     idle = (

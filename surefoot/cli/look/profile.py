@@ -75,7 +75,7 @@ def profile(
     --ranks several processes train a SPEC, and the output shows their collectives: how much of each
     overlapped with computation, and how much the ranks waited for.
     """
-    tell = options.teller("profile", quiet=quiet or json)
+    tell = options.make_progress_printer("profile", quiet=quiet or json)
     is_run = options.find_run(given) is not None
     options.check_of_run(task, is_run=is_run)
     if given.endswith(ENDINGS) and not is_run:
@@ -95,12 +95,12 @@ def profile(
             "profiled",
             "profile",
         )
-        folder = _of_run(Path(given), window, levels, tell, nvtx=nvtx, task=task)
+        folder = _profile_run(Path(given), window, levels, tell, nvtx=nvtx, task=task)
     else:
         changed = options.overrides(set_, seed=seed, data=data)
         if ranks is not None:
             return _launch(given, changed, ranks)
-        folder = _of_spec(given, changed, run, window, levels, tell, nvtx=nvtx)
+        folder = _profile_spec(given, changed, run, window, levels, tell, nvtx=nvtx)
     if nvtx:
         tell(f"the window of {window.active} steps has ended; nsys or ncu has the recording")
         return None
@@ -128,7 +128,7 @@ def _launch(given: str, changed: Any, ranks: int) -> int:
     )
 
 
-def _of_spec(
+def _profile_spec(
     given: str,
     changed: Any,
     run: Path | None,
@@ -151,7 +151,7 @@ def _of_spec(
     )
 
 
-def _of_run(
+def _profile_run(
     run: Path,
     window: Window,
     levels: tuple[str, ...],

@@ -153,13 +153,13 @@ def _summary(past: Past) -> Iterator[tuple[str, str]]:
 
     yield "task", past.started.task
     yield "began", format_utc(past.began_s)
-    yield from story.tell_end(past)
+    yield from story.describe_end(past)
 
 
 def _environment(past: Past) -> Iterator[tuple[str, str]]:
     from surefoot.cli.look import story
 
-    yield from story.tell_place(past)
+    yield from story.describe_environment(past)
     yield "system", str(past.started.machine.get("system", "n/a"))
     yield (
         "variables",
@@ -174,7 +174,7 @@ def _commands(past: Past) -> Iterator[tuple[str, Whole]]:
 
     folder = shlex.quote(str(past.folder))
     yield "started with", Whole(shlex.join(past.started.command))
-    for name, value in story.tell_again(past):
+    for name, value in story.describe_reproduction(past):
         yield name, Whole(value)
     yield "what happened, and why", Whole(f"surefoot show {folder}\nsurefoot why {folder}")
     yield "this page", Whole(f"surefoot report {folder}")

@@ -46,7 +46,7 @@ def show(
 
     found = past.read(run, stuck_after_s=None if stuck_after is None else _parse(stuck_after))
     if not health:
-        options.print_json(story.as_row(found)) if json else story.tell(found)
+        options.print_json(story.as_row(found)) if json else story.print_summary(found)
         return
     steps = {"steps": found.num_steps, "total_steps": found.started.total_steps}
     row = {"run": str(found.folder), **steps, **found.health.as_row()}

@@ -18,7 +18,7 @@ DIGESTS = ("code", "commit", "data")
 Row = tuple[str, list[Any]]
 
 
-def tell(runs: Sequence[Past]) -> None:
+def print_comparison(runs: Sequence[Past]) -> None:
     """Print the comparison, a column for each run."""
     headers = ["", *(str(each.folder) for each in runs)]
     spec, circumstances = spec_differences(runs), circumstance_differences(runs)
@@ -96,7 +96,7 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
 
 def spec_differences(runs: Sequence[Past]) -> list[Row]:
     """Return every spec key whose values differ, defaults included; None for a key a run lacks."""
-    rows = _differences([_flat(_with_defaults(each.started.spec)) for each in runs])
+    rows = _differences([_flatten_tables(_with_defaults(each.started.spec)) for each in runs])
     # the threads that a run used are in its machine.threads
     return [row for row in rows if row[0] != "train.threads"]
 
@@ -165,11 +165,11 @@ def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
     return {
         **tables,
         "task": {"use": use, **spec.task.parameters},
-        "schedule": spec.schedule.effective(),
+        "schedule": spec.schedule.used_keys(),
     }
 
 
-def _flat(tables: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten_tables(tables: Mapping[str, Any]) -> dict[str, Any]:
     named = {table: keys for table, keys in tables.items() if isinstance(keys, Mapping)}
     return {
         f"{table}.{key}": _listed(value)

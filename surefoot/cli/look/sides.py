@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.cli.look import past
-from surefoot.cli.look.past import Past, finite, value_of
+from surefoot.cli.look.past import Past, finite_or_none, value_of
 from surefoot.cli.table import print_table, without_control
 from surefoot.core.errors import RunFolderError
 from surefoot.core.statistics import Interval, mean, mean_difference
@@ -53,7 +53,7 @@ class MeasureComparison:
 
 MEASURES: Mapping[str, Callable[[Past], float | None]] = {
     "score": lambda run: value_of(run.last),
-    "training loss": lambda run: finite(run.steps[-1].loss) if run.steps else None,
+    "training loss": lambda run: finite_or_none(run.steps[-1].loss) if run.steps else None,
     "samples_per_s": lambda run: run.samples_per_s,
     "elapsed_s": lambda run: run.elapsed_s if run.steps else None,
     "peak_bytes": lambda run: run.peak_bytes,
@@ -99,7 +99,7 @@ def _compare(
     return MeasureComparison(name, side, mean(mine), mean(theirs), mean_difference(mine, theirs))
 
 
-def tell(sides: Sequence[Side]) -> None:
+def print_comparison(sides: Sequence[Side]) -> None:
     """Print the comparison."""
     counts = ", ".join(f"{each.folder}: {len(each.runs)}" for each in sides)
     print(f"Runs on each side: {counts}; differences from {sides[0].folder}, with 95 % intervals")
@@ -112,7 +112,7 @@ def tell(sides: Sequence[Side]) -> None:
                 str(each.side.folder),
                 show(each.theirs),
                 show(each.mine),
-                _shown(each.difference, show),
+                _format_difference(each.difference, show),
                 each.verdict,
             )
         )
@@ -147,7 +147,7 @@ def _signed(show: Callable[[float | None], str]) -> Callable[[float | None], str
     return lambda value: f"-{show(-value)}" if value is not None and value < 0 else show(value)
 
 
-def _shown(difference: Interval | None, show: Callable[[float | None], str]) -> str:
+def _format_difference(difference: Interval | None, show: Callable[[float | None], str]) -> str:
     if difference is None:
         return UNKNOWN
     if difference.low is None or difference.high is None:

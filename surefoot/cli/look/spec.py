@@ -34,7 +34,8 @@ def show(
     plot: Annotated[
         bool,
         typer.Option(
-            "--plot", help="print the learning rate schedule instead, as a table and a plot"
+            "--plot",
+            help="print the learning rate schedule instead of the spec, as a table and a plot",
         ),
     ] = False,
     compare: Annotated[

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from surefoot.cli.look.past import Past, finite, format_metric, format_score
+from surefoot.cli.look.past import Past, finite_or_none, format_metric, format_score
 from surefoot.cli.plot import overlay, terminal_style
 from surefoot.cli.table import (
     format_time,
@@ -28,7 +28,7 @@ MAX_ROWS = 12  # rows of evaluations, to which the best is added
 Pairs = list[tuple[str, str]]
 
 
-def tell(past: Past) -> None:
+def print_summary(past: Past) -> None:
     """Print the summary of a run."""
     score = format_score(past)
     print(
@@ -38,13 +38,13 @@ def tell(past: Past) -> None:
         ),
         end="\n\n",
     )
-    _print_part("Environment", tell_place(past))
+    _print_part("Environment", describe_environment(past))
     _print_curve(past)
     _print_evaluations(past)
     _print_faults(past)
     _print_phases(past)
-    _print_part("Result", list(tell_end(past)))
-    _print_part("Again", tell_again(past), whole=True)
+    _print_part("Result", list(describe_end(past)))
+    _print_part("Again", describe_reproduction(past), whole=True)
 
 
 def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
@@ -53,7 +53,7 @@ def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
     print()
 
 
-def tell_place(past: Past) -> Pairs:
+def describe_environment(past: Past) -> Pairs:
     """Return where the run took place: its spec, host, device, versions, data, model and code."""
     started = past.started
     machine, data = started.machine, started.data
@@ -65,7 +65,7 @@ def tell_place(past: Past) -> Pairs:
             "host",
             (
                 f"{started.place.get('host', UNKNOWN)}, {cores}, "
-                f"{format_bytes(finite(machine.get('memory_bytes')))}"
+                f"{format_bytes(finite_or_none(machine.get('memory_bytes')))}"
             ),
         ),
         (
@@ -90,7 +90,7 @@ def tell_place(past: Past) -> Pairs:
                 "attempts",
                 (
                     f"{past.num_attempts}; {told}values of a step are those of its newest "
-                    f"attempt; details: surefoot why {_typed(past.folder)}"
+                    f"attempt; details: surefoot why {_quote_for_shell(past.folder)}"
                 ),
             )
         )
@@ -108,7 +108,9 @@ def _describe_code(started: Started) -> str:
 
 def _print_curve(past: Past) -> None:
     """Plot the training loss, with its first and last value; nothing for fewer than two records."""
-    points = [(each.step, loss) for each in past.steps if (loss := finite(each.loss)) is not None]
+    points = [
+        (each.step, loss) for each in past.steps if (loss := finite_or_none(each.loss)) is not None
+    ]
     if len(points) < 2:
         return
     (first, high), (last, low) = points[0], points[-1]
@@ -126,7 +128,7 @@ def _print_curve(past: Past) -> None:
 def _print_evaluations(past: Past) -> None:
     if not past.evaluations:
         return
-    chosen, left_out = _thinned(past)
+    chosen, left_out = _thin_evaluations(past)
     best = past.best
     names = list(dict.fromkeys(name for each in chosen for name in (*each.metrics, "loss")))
     splits = len({each.split for each in past.evaluations}) > 1
@@ -154,7 +156,7 @@ def _print_evaluations(past: Past) -> None:
     print()
 
 
-def _thinned(past: Past) -> tuple[list[Any], int]:
+def _thin_evaluations(past: Past) -> tuple[list[Any], int]:
     """Return evenly chosen evaluations, with the last and the best, and how many are left out."""
     every, best = list(past.evaluations), past.best
     if len(every) <= MAX_ROWS:
@@ -240,7 +242,7 @@ def _spread(spread: Spread | None) -> list[str]:
     return [format_seconds(getattr(spread, f"{name}_s", None)) for name in SPREAD]
 
 
-def tell_end(past: Past) -> Iterator[tuple[str, str]]:
+def describe_end(past: Past) -> Iterator[tuple[str, str]]:
     """Yield how the run ended, and its score, steps, time, throughput and memory."""
     ended, started = past.ended, past.started
     if ended is not None:
@@ -264,18 +266,20 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
     yield "peak memory", format_bytes(past.peak_bytes)
     if (found := past.memory) is not None:
         predicted, measured = (
-            format_bytes(finite(size)) for size in (found.predicted_bytes, found.measured_bytes)
+            format_bytes(finite_or_none(size))
+            for size in (found.predicted_bytes, found.measured_bytes)
         )
         yield (
             "step memory",
             (
                 f"{measured} in step {found.step:,}, predicted {predicted}: error "
-                f"{format_percent(finite(found.error))}"
+                f"{format_percent(finite_or_none(found.error))}"
             ),
         )
     if (device := past.device_memory) is not None:
         peak, gaps = (
-            format_bytes(finite(device.get(name))) for name in ("peak_bytes", "fragmented_bytes")
+            format_bytes(finite_or_none(device.get(name)))
+            for name in ("peak_bytes", "fragmented_bytes")
         )
         yield (
             "device memory",
@@ -286,7 +290,7 @@ def tell_end(past: Past) -> Iterator[tuple[str, str]]:
         )
 
 
-def _typed(path: object) -> str:
+def _quote_for_shell(path: object) -> str:
     """Return a path as a shell takes it."""
     return shlex.quote(str(path))
 
@@ -295,17 +299,17 @@ def _utilisation(past: Past) -> str:
     """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
     found = past.utilisation()
     return (
-        f"{UNKNOWN} (to count them: surefoot roofline {_typed(past.folder)})"
+        f"{UNKNOWN} (to count them: surefoot roofline {_quote_for_shell(past.folder)})"
         if found is None
         else f"MFU {found.words(past.samples_per_s)}"
     )
 
 
-def tell_again(past: Past) -> Pairs:
+def describe_reproduction(past: Past) -> Pairs:
     """Return how to repeat the run, and where its weights are."""
     parent = past.parent()
     command = (
-        f"surefoot train {_typed(past.folder / 'spec.toml')}"
+        f"surefoot train {_quote_for_shell(past.folder / 'spec.toml')}"
         if past.use
         else "n/a: the task was built in a script; run that script again"
     )
@@ -314,7 +318,7 @@ def tell_again(past: Past) -> Pairs:
             f"--from {parent.get('step')} "
             f"{'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
         )
-        command = f"surefoot resume {_typed(parent.get('folder'))} {began}"
+        command = f"surefoot resume {_quote_for_shell(parent.get('folder'))} {began}"
     steps = past.weights()
     weights = [
         ("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps
@@ -360,7 +364,11 @@ def as_row(past: Past) -> dict[str, Any]:
         "peak_bytes": past.peak_bytes,
         "mfu": use.share(past.samples_per_s) if use else None,
         "curve": [
-            {"step": each.step, "loss": finite(each.loss), "learning_rates": each.learning_rates}
+            {
+                "step": each.step,
+                "loss": finite_or_none(each.loss),
+                "learning_rates": each.learning_rates,
+            }
             for each in past.steps
         ],
         "evaluations": [
@@ -368,8 +376,8 @@ def as_row(past: Past) -> dict[str, Any]:
                 "step": each.step,
                 "split": each.split,
                 "num_samples": each.num_samples,
-                "loss": finite(each.loss),
-                "metrics": {name: finite(value) for name, value in each.metrics.items()},
+                "loss": finite_or_none(each.loss),
+                "metrics": {name: finite_or_none(value) for name, value in each.metrics.items()},
                 "best": each is best,
             }
             for each in past.evaluations
@@ -387,7 +395,7 @@ def as_row(past: Past) -> dict[str, Any]:
             "step": found.step,
             "predicted_bytes": found.predicted_bytes,
             "measured_bytes": found.measured_bytes,
-            "error": finite(found.error),
+            "error": finite_or_none(found.error),
         },
         "time": past.phases.as_row() if past.phases is not None else None,
     }

@@ -83,7 +83,7 @@ def why(
         "memory": None if memory is None else memory.as_row(),
     }
     row = {**_as_row(str(run), found, advice), **more}
-    options.print_result(row, _tell, found, advice, waits, memory, json=json)
+    options.print_result(row, _print_losses, found, advice, waits, memory, json=json)
 
 
 def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _as_row(run: str, found: Goodput, advice: SaveAdvice | None) -> dict[str, An
     }
 
 
-def _tell(
+def _print_losses(
     found: Goodput, advice: SaveAdvice | None, waits: Waits | None, memory: MemoryUse | None
 ) -> None:
     from surefoot.control.diagnose.attempts import SET_BACK

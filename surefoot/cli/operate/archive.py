@@ -25,7 +25,7 @@ def archive(
     import os
     import tarfile
 
-    from surefoot.cli.operate.whole_run import check_is_run, holding, list_files
+    from surefoot.cli.operate.whole_run import check_is_run, list_files, lock_run
     from surefoot.core.errors import InputError, hint_unwritten
     from surefoot.core.units import format_bytes
 
@@ -33,7 +33,7 @@ def archive(
     options.check_new_file(out, "FILE.tar", f"{run.resolve().name}.tar")
     draft, name = out.with_name(f".{out.name[:200]}.draft"), run.resolve().name
     try:
-        with holding(run):
+        with lock_run(run):
             files = [(path, f"{name}/{path.relative_to(run)}") for path, _ in list_files(run)]
             with draft.open("xb") as raw, tarfile.open(fileobj=raw, mode="w") as tar:
                 for path, inside in files:

@@ -65,7 +65,7 @@ def convert(
     from surefoot.components.data.disk.convert import ShardNaming, plain_name
     from surefoot.components.data.disk.convert import convert as write
     from surefoot.components.data.sources.images import ImageFolder
-    from surefoot.core.process.signals import ending_by_signal
+    from surefoot.core.process.signals import exit_on_signal
     from surefoot.core.units import format_bytes, parse_bytes
 
     layout = ShardNaming(
@@ -73,7 +73,7 @@ def convert(
     )
     images = ImageFolder(folder, follow_links=follow_links)
     with (
-        ending_by_signal(),
+        exit_on_signal(),
         progress("converting", len(images), quiet or json, unit="samples") as advance,
     ):
         made = write(images, out, layout, tell=advance)

@@ -243,7 +243,9 @@ def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[ValueDiffer
         return [ValueDifference(name, "", "different bytes")]
     ours, theirs = dict(_leaves(trees[0])), dict(_leaves(trees[1]))
     return [
-        ValueDifference(name, path, f"{_shown(ours, path)} and {_shown(theirs, path)}")
+        ValueDifference(
+            name, path, f"{_format_value(ours, path)} and {_format_value(theirs, path)}"
+        )
         for path in sorted(ours.keys() | theirs.keys())
         if ours.get(path, ...) != theirs.get(path, ...)
     ] or [ValueDifference(name, "", "different bytes")]
@@ -260,5 +262,5 @@ def _leaves(value: Any, path: str = "") -> Any:
         yield path, value
 
 
-def _shown(leaves: dict[str, Any], path: str) -> str:
+def _format_value(leaves: dict[str, Any], path: str) -> str:
     return json.dumps(leaves[path])[:60] if path in leaves else "nothing"

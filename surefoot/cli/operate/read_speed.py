@@ -72,7 +72,7 @@ def bench(
         raise InputError(
             f"--workers must be a list of numbers; got {workers}", hint="use --workers 0,2,4"
         )
-    tell = options.teller("data bench", quiet=quiet or json)
+    tell = options.make_progress_printer("data bench", quiet=quiet or json)
     found = measure(
         paths,
         workers=numbers,

@@ -27,7 +27,7 @@ def remove(
     import shutil
     import sys
 
-    from surefoot.cli.operate.whole_run import check_is_run, count_bytes, holding, list_files
+    from surefoot.cli.operate.whole_run import check_is_run, count_bytes, list_files, lock_run
     from surefoot.core.errors import InputError
     from surefoot.core.units import format_bytes
 
@@ -41,9 +41,9 @@ def remove(
                 hint="add --yes to delete without asking",
             )
         typer.confirm(f"Delete {what}?", abort=True, err=True)
-    hidden = _hide(run)
+    hidden = _find_hidden_name(run)
     try:
-        with holding(run):
+        with lock_run(run):
             run.rename(hidden)
         shutil.rmtree(hidden)
     except OSError as error:
@@ -57,7 +57,7 @@ def remove(
         print(f"deleted {what}")
 
 
-def _hide(run: Path) -> Path:
+def _find_hidden_name(run: Path) -> Path:
     """Return a free name beside the run that no verb reads.
 
     The run is renamed before it is deleted, so that a kill leaves no partial run.

@@ -40,7 +40,7 @@ def stage(
     from surefoot.components.data.remote.names import is_url
     from surefoot.components.data.tars.audit import find_tars
     from surefoot.core.errors import DataError
-    from surefoot.core.process.signals import ending_by_signal
+    from surefoot.core.process.signals import exit_on_signal
     from surefoot.core.units import format_bytes
 
     if any(map(is_url, paths)):
@@ -50,7 +50,7 @@ def stage(
         )
     tars = find_tars([Path(path).expanduser() for path in paths])
     with (
-        ending_by_signal(),
+        exit_on_signal(),
         progress("copying", sum(path.stat().st_size for path in tars), quiet or json) as advance,
     ):
         made = copy(tars, dest.expanduser(), tell=advance)

@@ -157,7 +157,7 @@ def import_(
             }
         )
         return
-    _tell(to, weights, left, found)
+    _print_export(to, weights, left, found)
 
 
 def _check_fit(file: Path, spec: str, weights: dict[str, Tensor]) -> None:
@@ -167,7 +167,7 @@ def _check_fit(file: Path, spec: str, weights: dict[str, Tensor]) -> None:
     check_weights_fit(file, spec_file.read(spec).spec, weights)
 
 
-def _tell(to: Path, weights: dict[str, Any], left: list[str], found: Any) -> None:
+def _print_export(to: Path, weights: dict[str, Any], left: list[str], found: Any) -> None:
     import sys
 
     from surefoot.cli.table import without_control

@@ -46,7 +46,7 @@ def check_is_run(run: Path) -> None:
 
 
 @contextlib.contextmanager
-def holding(run: Path) -> Iterator[None]:
+def lock_run(run: Path) -> Iterator[None]:
     """Keep other processes from writing the run inside the context.
 
     Raises RunFolderError while a process writes the run, or where the run may be running on another

@@ -97,7 +97,7 @@ def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
         if step in missing:
             yield _part_of_missing(missing[step])
         elif step in healths:
-            yield _of_present(step, healths[step])
+            yield _check_present_checkpoint(step, healths[step])
 
 
 def _part_of_missing(missing: gone.Gone) -> RunPart:
@@ -107,7 +107,7 @@ def _part_of_missing(missing: gone.Gone) -> RunPart:
     return RunPart(name, REMOVED, missing.why, (), missing.step)
 
 
-def _of_present(step: int, health: stored.CommitHealth) -> RunPart:
+def _check_present_checkpoint(step: int, health: stored.CommitHealth) -> RunPart:
     found = f"{health.num_files} files, {format_bytes(health.num_bytes)}"
     return RunPart(
         f"step {step:,}", WHOLE if health.is_sound else DAMAGED, found, health.damaged, step
@@ -165,7 +165,7 @@ def _judge_ledger(
     run: Path, started: Started | None
 ) -> tuple[str, int, tuple[int, ...], list[str]]:
     """Return what the ledger holds, its last step, its attempts, and its problems."""
-    if loop_ledger.is_of_a_loop(run):
+    if loop_ledger.is_loop_run(run):
         loop = loop_ledger.check(run)
         told = [f"{each.kind}: {each.told}" for each in loop.faults]
         return (

@@ -23,7 +23,7 @@ from surefoot.cli.options import (
 from surefoot.cli.prove import comm
 from surefoot.cli.table import print_table, print_text, write_csv
 from surefoot.core.errors import InputError, UserCodeError
-from surefoot.core.process.signals import ending_by_signal
+from surefoot.core.process.signals import exit_on_signal
 from surefoot.core.units import format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def step(
         int, typer.Option("--calls", metavar="N", help="the number of timed calls per process")
     ] = 30,
     warmup: Annotated[
-        int, typer.Option("--warmup", metavar="N", help="the number of warm-up calls before them")
+        int, typer.Option("--warmup", metavar="N", help="the number of unmeasured warm-up calls")
     ] = 10,
     rounds: Annotated[
         int,
@@ -122,8 +122,8 @@ def step(
 
     variants = make_variants(read, vary or [])
     name_left_out("bench step", origins[-1])
-    tell = options.teller("bench", quiet=quiet or json)
-    with ending_by_signal():
+    tell = options.make_progress_printer("bench", quiet=quiet or json)
+    with exit_on_signal():
         found = measure(variants, modes=modes, n=calls, warmup=warmup, rounds=rounds, tell=tell)
     if csv is not None:
         keys = list(found.rows[0].values)
@@ -164,7 +164,7 @@ def _print(found: Bench) -> None:
             *(format_seconds(getattr(each, name)) for name in TIMES),
             format_number(each.samples_per_s),
             format_bytes(each.peak_bytes),
-            *([_against(each)] if has_others else []),
+            *([_format_comparison(each)] if has_others else []),
         ]
         for each in found.rows
     ]
@@ -185,5 +185,5 @@ def _print(found: Bench) -> None:
     )
 
 
-def _against(row: TimedMode) -> str:
+def _format_comparison(row: TimedMode) -> str:
     return "" if row.against is None else f"{row.against}: {row.against.verdict}"

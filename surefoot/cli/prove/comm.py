@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.control.plan import Link
     from surefoot.core.statistics import Interval
-    from surefoot.prove.bench.buckets import Duel
+    from surefoot.prove.bench.buckets import LayoutDuel
     from surefoot.prove.bench.collectives import TimedCollective
     from surefoot.prove.bench.wanted import Buckets, Sizes
 
@@ -99,7 +99,7 @@ WarmupOption = Annotated[
     typer.Option(
         "--warmup",
         metavar="N",
-        help="the number of warm-up calls before them",
+        help="the number of unmeasured warm-up calls",
         show_default="5; 10 of SPEC",
     ),
 ]
@@ -148,7 +148,7 @@ def comm(
         raise InputError(f"--ranks must be at least 2; got {ranks}", hint="use --ranks 2 or more")
     here = place.here()
     starts = ranks is not None or here.world_size == 1
-    tell = options.teller("bench", quiet=quiet or json or here.rank > 0)
+    tell = options.make_progress_printer("bench", quiet=quiet or json or here.rank > 0)
     if spec is None:
         collectives = None if only is None else tuple(only.split(","))
         limits = {"smallest": _bytes(smallest), "largest": _bytes(largest)}
@@ -182,7 +182,7 @@ def _refuse_idle(
     ]
     if idle and spec is None:
         raise InputError(
-            f"{idle[0]} needs a SPEC, and none is given",
+            f"{idle[0]} needs a SPEC, but none is given",
             hint=f"surefoot bench comm digits {idle[0]} ...",
         )
     if idle:
@@ -192,7 +192,7 @@ def _refuse_idle(
             if idle[0] in keys
             else f"leave out {idle[0]} or the SPEC"
         )
-        raise InputError(f"{idle[0]} applies only without a SPEC, and a SPEC is given", hint=hint)
+        raise InputError(f"{idle[0]} applies only without a SPEC, but a SPEC is given", hint=hint)
 
 
 def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[st
     links = fit(rows)
     if not is_first:
         return EXIT_OK
-    where = _where(rows[0].ranks, device, transport)
+    where = _environment_row(rows[0].ranks, device, transport)
     row = {
         **where,
         "calls": sizes.calls,
@@ -243,7 +243,7 @@ def _buckets(
     found = tune(spec, asked, tell=tell)
     if not is_first:
         return EXIT_OK
-    where = _where(found.ranks, found.device, found.transport)
+    where = _environment_row(found.ranks, found.device, found.transport)
     row = {
         "spec": name,
         **where,
@@ -265,8 +265,8 @@ def _buckets(
             }
             for each in found.tried
         ],
-        "best": _duel(found.best),
-        "first": _duel(found.first),
+        "best": _duel_row(found.best),
+        "first": _duel_row(found.first),
     }
     options.print_result(row, tables.print_buckets, found, where, json=json)
     return EXIT_OK
@@ -292,13 +292,13 @@ def _link(link: Link) -> dict[str, Any]:
     return {**asdict(link), "bytes_for_90_percent": link.size_for(SHARE)}
 
 
-def _duel(duel: Duel | None) -> dict[str, Any] | None:
+def _duel_row(duel: LayoutDuel | None) -> dict[str, Any] | None:
     if duel is None:
         return None
     return {**asdict(duel), "ratio": {**asdict(duel.ratio), "verdict": duel.ratio.verdict}}
 
 
-def _where(ranks: int, device: str, transport: str) -> dict[str, Any]:
+def _environment_row(ranks: int, device: str, transport: str) -> dict[str, Any]:
     """Return the number of ranks, their backend, transport and device, and the conditions."""
     from surefoot.core.hardware import count_cores
     from surefoot.trial import find_conditions

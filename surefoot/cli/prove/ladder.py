@@ -22,7 +22,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.table import print_table, print_text
 from surefoot.core.errors import EXIT_OK, InputError, SpecError, StorageError, hint_unwritten
-from surefoot.core.process.signals import ending_by_signal
+from surefoot.core.process.signals import exit_on_signal
 from surefoot.core.units import UNKNOWN
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def ladder(
     names = None if rungs is None else [name.strip() for name in rungs.split(",")]
     settings = LadderSettings(pairs=pairs, samples=samples, measures_refused=not skip_refused)
     folder = _folder(out, origin.spec.task.use)
-    tell = options.teller("ladder", quiet=quiet or json)
-    with ending_by_signal():
+    tell = options.make_progress_printer("ladder", quiet=quiet or json)
+    with exit_on_signal():
         found = climb_ladder(
             spec,
             origin.spec,
@@ -116,7 +116,7 @@ def ladder(
             names=names,
             leave_one_out=leave_one_out,
             tell=tell,
-            decided=lambda ladder: _decided(ladder, folder, tell),
+            decided=lambda ladder: _report_rung(ladder, folder, tell),
         )
     options.print_result(as_row(found), _print, found, folder, not settings.can_decide, json=json)
     if found.results and not any(each.is_measured for each in found.results):
@@ -144,7 +144,7 @@ def _folder(out: Path | None, use: str) -> Path:
     )
 
 
-def _decided(ladder: Ladder, folder: Path, tell: Callable[[str], None]) -> None:
+def _report_rung(ladder: Ladder, folder: Path, tell: Callable[[str], None]) -> None:
     """Write the ladder so far, so that an interrupted one is not lost; print the newest rung."""
     import json as as_text
 

@@ -30,7 +30,7 @@ ParametersOption = Annotated[
     typer.Option(
         "--parameters",
         metavar="COUNT",
-        help="instead of a spec: the number of parameters, as 70B",
+        help="instead of a spec: the number of parameters, such as 70B",
         show_default=False,
     ),
 ]
@@ -124,12 +124,14 @@ def memory(
     if out is not None:
         options.check_new_file(out, "--out", FILE)
     if parameters is None:
-        tell = options.teller("memory", quiet=quiet or json)
-        row = _from_spec(str(given), options.overrides(set_, data=data), budget, measure, tell)
+        tell = options.make_progress_printer("memory", quiet=quiet or json)
+        row = _predict_from_spec(
+            str(given), options.overrides(set_, data=data), budget, measure, tell
+        )
     elif ranks is None:
-        row = _from_sizes(parameters, budget)
+        row = _predict_from_sizes(parameters, budget)
     else:
-        row = _by_stage(parameters, ranks, is_half=half)
+        row = _state_bytes_by_stage(parameters, ranks, is_half=half)
     if out is not None:
         _write(out, row)
     options.print_result(row, _print, row, json=json)
@@ -149,12 +151,13 @@ def _count(parameters: str) -> int:
     count = parse_count(parameters)
     if not count:
         raise InputError(
-            "--parameters must be at least 1; got 0", hint="give the number of parameters, as 70B"
+            "--parameters must be at least 1; got 0",
+            hint="give the number of parameters, such as 70B",
         )
     return count
 
 
-def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
+def _predict_from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
     """Predict memory from the number of parameters alone: arithmetic, without torch."""
     from surefoot.core.cost.shape import training_bytes
 
@@ -167,7 +170,7 @@ def _from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
     return {**row, "budget_bytes": budget, "times_budget": peak / budget, "fits": peak <= budget}
 
 
-def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
+def _state_bytes_by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
     """Return the bytes of training state that each rank holds, for each sharding stage."""
     from dataclasses import asdict
 
@@ -179,7 +182,7 @@ def _by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
     return {"num_parameters": count, "num_ranks": ranks, "is_half": is_half, "stages": stages}
 
 
-def _from_spec(
+def _predict_from_spec(
     given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any
 ) -> dict[str, Any]:
     from surefoot.cli.left_out import name_left_out

@@ -75,8 +75,8 @@ def prove(
             f"promise {what} has no campaign {case!r}",
             hint=f"its campaigns are {', '.join(promise.cases)}",
         )
-    tell = options.teller("prove", quiet=quiet or json)
-    outcomes = _carry_out(promise.cases if case is None else (case,), trials, seed, tell)
+    tell = options.make_progress_printer("prove", quiet=quiet or json)
+    outcomes = _run_campaigns(promise.cases if case is None else (case,), trials, seed, tell)
     holds = all(each.holds for each in outcomes)
     rows = [{**asdict(each), "bound": each.bound} for each in outcomes]
     row = {"promise": promise.number, "name": promise.name, "holds": holds, "campaigns": rows}
@@ -94,18 +94,18 @@ def _list(json: bool) -> int:
     return EXIT_OK
 
 
-def _carry_out(
+def _run_campaigns(
     cases: tuple[str, ...], trials: int | None, seed: int, tell: Callable[[str], None]
 ) -> list[CampaignOutcome]:
     from surefoot.prove.campaigns import CAMPAIGNS
-    from surefoot.prove.campaigns.outcome import carry_out
+    from surefoot.prove.campaigns.outcome import run_trials
     from surefoot.prove.campaigns.workshop import Workshop
 
     chosen = [campaign for campaign in CAMPAIGNS if campaign.case in cases]
     with tempfile.TemporaryDirectory(prefix="surefoot-prove-") as folder:
         workshop = Workshop(Path(folder))
         return [
-            carry_out(
+            run_trials(
                 campaign,
                 workshop,
                 trials=trials or campaign.few,

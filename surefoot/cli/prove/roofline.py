@@ -65,10 +65,10 @@ def roofline(
     """Compare the time of a training step with the least time that this machine allows.
 
     The command measures the peak rates of matmuls and memory copies, counts FLOPs and bytes of
-    every operator and module of a step, and shows which of the two limits each, which operators
-    would gain from fusion, and model FLOPs utilization.
+    every operator and module of a step, and shows whether compute or memory limits each of them,
+    which operators would gain from fusion, and model FLOPs utilization.
     """
-    tell = options.teller("roofline", quiet=quiet or json)
+    tell = options.make_progress_printer("roofline", quiet=quiet or json)
     if given is None:
         _peaks_alone(json=json, tell=tell)
         return
@@ -151,7 +151,7 @@ def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
 
 
 def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) -> None:
-    from surefoot.core.cost.roofline import giga
+    from surefoot.core.cost.roofline import format_giga
 
     many = one_core is not None and one_core.threads != peaks.threads
     columns = [
@@ -164,14 +164,20 @@ def _print_peaks(peaks: Peaks, one_core: Peaks | None, published: Peaks | None) 
     rows = [
         [
             f"matmuls in {dtype}, GFLOP/s",
-            *(giga(each.flops_per_s.get(dtype)) for each in columns),
+            *(format_giga(each.flops_per_s.get(dtype)) for each in columns),
             _ridge(peaks, dtype),
         ]
         for dtype in dict.fromkeys(name for each in columns for name in each.flops_per_s)
     ]
-    rows.append(["copy (read and write), GB/s", *(giga(each.bytes_per_s) for each in columns), ""])
     rows.append(
-        ["copy within the cache, GB/s", *(giga(each.cache_bytes_per_s) for each in columns), ""]
+        ["copy (read and write), GB/s", *(format_giga(each.bytes_per_s) for each in columns), ""]
+    )
+    rows.append(
+        [
+            "copy within the cache, GB/s",
+            *(format_giga(each.cache_bytes_per_s) for each in columns),
+            "",
+        ]
     )
     print_table(
         ("what", *names, "ridge, FLOP/byte"), rows, right=(*names, "ridge, FLOP/byte"), indent=2
@@ -206,21 +212,27 @@ def _print(found: MeasuredRooflinePoint) -> None:
 
 
 def _pairs(found: MeasuredRooflinePoint) -> list[tuple[str, str]]:
-    from surefoot.core.cost.roofline import giga
+    from surefoot.core.cost.roofline import format_giga
 
     step, inside = format_seconds(found.step_s), format_seconds(found.operators_s)
-    outside, total = format_seconds(max(0.0, found.step_s - found.operators_s)), giga(found.flops)
+    outside, total = (
+        format_seconds(max(0.0, found.step_s - found.operators_s)),
+        format_giga(found.flops),
+    )
     fusible = f"{format_percent(found.fusible_share)} of the operators' time"
     pairs = [
         ("time", f"{step} for {found.num_samples} samples, the median of {found.num_steps}"),
         ("operators", f"{inside}; {outside} outside of operators: Python and launching operators"),
-        ("model FLOPs", f"{giga(found.model_flops)} GFLOP in matmuls, of {total} in total"),
+        ("model FLOPs", f"{format_giga(found.model_flops)} GFLOP in matmuls, of {total} in total"),
         ("MFU", found.utilisation.words(found.samples_per_s)),
         ("fusible", f"{fusible}: pointwise, norms, sums, copies, limited by memory"),
     ]
     if found.again_flops:
         pairs.append(
-            ("recomputed", f"{giga(found.again_flops)} GFLOP more, not counted in the model FLOPs")
+            (
+                "recomputed",
+                f"{format_giga(found.again_flops)} GFLOP more, not counted in the model FLOPs",
+            )
         )
     if found.rule_flops is not None and found.model_flops:
         share = format_percent(found.rule_flops / found.model_flops)
@@ -228,7 +240,7 @@ def _pairs(found: MeasuredRooflinePoint) -> list[tuple[str, str]]:
             (
                 "rule of thumb",
                 (
-                    f"6 x parameters x tokens and attention: {giga(found.rule_flops)} GFLOP, "
+                    f"6 x parameters x tokens, attention: {format_giga(found.rule_flops)} GFLOP, "
                     f"{share} of the model's"
                 ),
             )
@@ -267,7 +279,7 @@ def _print_points(title: str, kind: str, found: MeasuredRooflinePoint) -> None:
 
 
 def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
-    from surefoot.core.cost.roofline import giga
+    from surefoot.core.cost.roofline import format_giga
 
     return [
         point.name,
@@ -275,8 +287,8 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
         format_number(point.calls),
         format_seconds(point.elapsed_s),
         format_percent(point.elapsed_s / total_s),
-        giga(point.flops / point.elapsed_s),
-        giga(point.num_bytes / point.elapsed_s),
+        format_giga(point.flops / point.elapsed_s),
+        format_giga(point.num_bytes / point.elapsed_s),
         format_number(point.intensity),
         format_percent(point.share_of_roof),
         point.bound or UNKNOWN,

@@ -17,7 +17,7 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.cli.table import print_table
-from surefoot.core.process.signals import ending_by_signal
+from surefoot.core.process.signals import exit_on_signal
 from surefoot.core.units import format_percent
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def tune_loader(
     read = options.read_spec(
         "tune-loader", spec, options.overrides(set_, seed=seed, data=data)
     ).spec
-    with ending_by_signal():
+    with exit_on_signal():
         found = tune(
             read,
             seconds=seconds,
             most=most,
-            tell=options.teller("tune-loader", quiet=quiet or json),
+            tell=options.make_progress_printer("tune-loader", quiet=quiet or json),
         )
     options.print_result({"spec": spec, **found.as_row()}, _print, found, json=json)
 

@@ -21,7 +21,7 @@ from surefoot.cli.options import (
     TracebackOption,
 )
 from surefoot.core.errors import EXIT_OK, EXIT_VERDICT_FAILS, InputError
-from surefoot.core.process.signals import ending_by_signal
+from surefoot.core.process.signals import exit_on_signal
 
 NUM_SEEDS, NUM_STEPS, NUM_KILLS = 3, 24, 3
 OF_SPEC = ("--set", "--seed", "--data")
@@ -138,11 +138,11 @@ def verify(
         way, {**given, "--keep": keep, "--set": set_ or None, "--seed": seed, "--data": data}
     )
     steps, kills = NUM_STEPS if steps is None else steps, NUM_KILLS if kills is None else kills
-    tell = options.teller("verify", quiet=quiet or json)
+    tell = options.make_progress_printer("verify", quiet=quiet or json)
     if precision or compiled or layouts:
         if spec is None or sum(ways.values()) > 1:
             raise InputError(
-                f"{way} needs a SPEC, and no other test",
+                f"{way} needs a SPEC, but no other test",
                 hint=f"surefoot verify digits {way}",
             )
         stated = options.overrides(set_, seed=seed, data=data)
@@ -242,7 +242,7 @@ def _verify_precision(
     from surefoot.cli.prove.tables.verify import print_precision
     from surefoot.prove.precision import WIDE, verify_precision
 
-    with ending_by_signal():
+    with exit_on_signal():
         tried = options.read_spec("verify --precision", spec, stated).spec
         name, score = verify_precision(tried, steps=steps, seeds=seeds, tell=tell)
     holds = not score.is_worse
@@ -308,7 +308,7 @@ def _verify_layouts(
 def _folder(keep: Path | None) -> Iterator[Path]:
     """Yield the folder for the runs: `keep`, new or empty, or a temporary one that is deleted."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ending_by_signal())
+        stack.enter_context(exit_on_signal())
         try:
             if keep is None:
                 temporary = tempfile.TemporaryDirectory(prefix="surefoot-verify-")

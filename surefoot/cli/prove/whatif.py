@@ -22,7 +22,7 @@ from surefoot.cli.options import (
 )
 from surefoot.cli.table import write_csv
 from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
-from surefoot.core.process.signals import ending_by_signal
+from surefoot.core.process.signals import exit_on_signal
 from surefoot.core.units import format_bytes, format_percent, parse_bytes
 
 if TYPE_CHECKING:
@@ -139,9 +139,9 @@ def batch(
     if csv is not None:
         options.check_new_file(csv, "--csv", "batches.csv")
     spec = _read("whatif batch", given, set_, seed, data, task)
-    tell = options.teller("whatif", quiet=quiet or json)
+    tell = options.make_progress_printer("whatif", quiet=quiet or json)
     pairs = find_splits(_sizes("SIZES", sizes), _sizes("--microbatch", microbatch))
-    with ending_by_signal():
+    with exit_on_signal():
         found = measure(spec, pairs, updates=updates, rounds=rounds, tell=tell)
     if csv is not None:
         rows = [each.as_row() for each in found.rows]
@@ -180,8 +180,8 @@ def compile_(
     from surefoot.prove.whatif.compiled import measure_ways
 
     spec = _read("whatif compile", given, set_, seed, data, task)
-    tell = options.teller("whatif", quiet=quiet or json)
-    with ending_by_signal():
+    tell = options.make_progress_printer("whatif", quiet=quiet or json)
+    with exit_on_signal():
         found = measure_ways(spec, rounds=rounds, tell=tell)
     best = found.best
     row = {
@@ -221,8 +221,8 @@ def activation_checkpointing(
     from surefoot.prove.whatif.recompute import measure_recomputing
 
     spec = _read("whatif activation-checkpointing", given, set_, seed, data, task)
-    tell = options.teller("whatif", quiet=quiet or json)
-    with ending_by_signal():
+    tell = options.make_progress_printer("whatif", quiet=quiet or json)
+    with exit_on_signal():
         found = measure_recomputing(spec, rounds=rounds, tell=tell)
     row = {
         "given": given,
@@ -255,28 +255,28 @@ def fit(
     from surefoot.prove.whatif.fit import MARGIN, find_limit, measure_largest
 
     spec = _read("whatif fit", given, set_, seed, data, task)
-    tell = options.teller("whatif", quiet=quiet or json)
+    tell = options.make_progress_printer("whatif", quiet=quiet or json)
     limit_bytes = find_limit(spec, None if limit == "device" else parse_bytes(limit))
-    with ending_by_signal():
+    with exit_on_signal():
         found = measure_largest(spec, limit_bytes, tell=tell)
     options.print_result({"given": given, **found.as_row()}, print_largest, found, json=json)
     if found.microbatch is None:
         raise OutOfMemory(
             f"no microbatch fits into {format_percent(1 - MARGIN)} of {format_bytes(limit_bytes)}",
-            hint=_way_out(given, found),
+            hint=_remedy_hint(given, found),
         )
 
 
-def _way_out(given: str, found: FitSearch) -> str:
+def _remedy_hint(given: str, found: FitSearch) -> str:
     """Return a hint where nothing fits: a spec with smaller tensors, or more memory.
 
     More memory is the hint where the tensors are not what exceeds the limit.
     """
-    from surefoot.prove.whatif.fit import usable
+    from surefoot.prove.whatif.fit import subtract_margin
 
     if found.beside_bytes is None:
         return "give it more memory, or make the model smaller"
-    left = usable(found.limit_bytes) - found.beside_bytes
+    left = subtract_margin(found.limit_bytes) - found.beside_bytes
     beside = f"without its tensors the smallest microbatch takes {format_bytes(found.beside_bytes)}"
     if left <= 0:
         return f"{beside}, more than the limit for any model: give a larger limit"

@@ -20,7 +20,8 @@ STARTER = Path(__file__).with_name("starter")
 
 def init(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="the folder for the two files")
+        Path,
+        typer.Argument(metavar="FOLDER", help="the folder for the task file and the spec file"),
     ] = Path(),
     json: JsonOption = False,
     traceback: TracebackOption = False,

@@ -87,7 +87,7 @@ def train(
             hint="add --weights DIR, or leave out --partial-weights",
         )
     origin = spec_file.read(spec, options.overrides(set_, steps=steps, seed=seed, data=data))
-    if run is not None and weights is not None and not fresh and _began_with(run, weights):
+    if run is not None and weights is not None and not fresh and _started_from(run, weights):
         weights = None  # the run resumes, or is finished
     if (
         run is not None
@@ -131,7 +131,7 @@ def _start(weights: str, *, partial: bool = False) -> Start:
     )
 
 
-def _began_with(run: Path, weights: str) -> bool:
+def _started_from(run: Path, weights: str) -> bool:
     """Return whether the run in `run` started from the weights that `weights` names."""
     from surefoot.contract import events
 
@@ -185,10 +185,10 @@ def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> Non
 def finish(attempt: Run, *, json: bool) -> int:
     """Train a run to its end and print how it ended; return the exit code."""
     from surefoot.core import flight, place
-    from surefoot.train.run import drive
+    from surefoot.train.run import run_steps
 
     with attempt:
-        drive(attempt)
+        run_steps(attempt)
     if not attempt.group.is_first or (
         attempt.outcome == "interrupted" and flight.is_recalled(place.flight_file())
     ):

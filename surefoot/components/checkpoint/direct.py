@@ -24,14 +24,14 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
     """Write the bytes of `buffers` in order into a new file, and sync it. Raises OSError."""
     descriptor = _open_new(path)
     try:
-        for block in _filled_ahead(_aligned_blocks(buffers)):
+        for block in _prefetch_blocks(_aligned_blocks(buffers)):
             _write(descriptor, block)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _filled_ahead(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+def _prefetch_blocks(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
     """Yield `blocks`; a second thread fills the next block while the caller uses the current.
 
     A single block that is not full is yielded without a second thread.

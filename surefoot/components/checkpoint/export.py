@@ -26,7 +26,7 @@ from surefoot.core.errors import (
     StorageError,
     TaskError,
     hint_unwritten,
-    needing,
+    require_package,
 )
 from surefoot.runtime.nested_tensors import find_tensors
 
@@ -108,7 +108,7 @@ def export_weights(
     outputs. Raises TaskError for a state dict that holds more than tensors or that the model itself
     refuses, and StorageError if the file cannot be written.
     """
-    draft = _draft(path)
+    draft = _make_draft_path(path)
     state = _clone_shared_tensors(model.state_dict())
     try:
         save_file(state, draft, metadata={"format": "pt"})
@@ -128,7 +128,9 @@ def export_weights(
             f"the model does not load its own state dict: {reason}",
             hint="make its state_dict() hold what load_state_dict() reads",
         ) from error
-    return _settle(draft, path, "safetensors", max_error(forward(model), forward(other)), None)
+    return _commit_draft(
+        draft, path, "safetensors", max_error(forward(model), forward(other)), None
+    )
 
 
 def _clone_shared_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -179,7 +181,7 @@ def _export_graph(
     model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format
 ) -> ExportResult:
     write = _write_onnx if kind == "onnx" else _write_export
-    draft = _draft(path)
+    draft = _make_draft_path(path)
     first, size = calls[0], _batch_size(calls[0])
     for taken, is_free in ((calls, True), (calls[:1], False)):
         if is_free and (len(calls) < 2 or size is None):
@@ -201,7 +203,7 @@ def _export_graph(
                 ),
             ) from problem
         if error <= TOLERANCE or not is_free:
-            return _settle(draft, path, kind, error, None if is_free else size)
+            return _commit_draft(draft, path, kind, error, None if is_free else size)
     raise TaskError("the model was not called")
 
 
@@ -221,10 +223,10 @@ def _write_onnx(
 
     The function uses the reference evaluator of the onnx package, which needs no other runtime.
     """
-    with needing("onnx", "onnx", extra="onnx", needed_for="exporting to ONNX"):
+    with require_package("onnx", "onnx", extra="onnx", needed_for="exporting to ONNX"):
         import onnx
         import onnx.reference
-    with needing("onnxscript", "onnxscript", extra="onnx", needed_for="exporting to ONNX"):
+    with require_package("onnxscript", "onnxscript", extra="onnx", needed_for="exporting to ONNX"):
         import onnxscript  # noqa: F401 - torch's exporter needs it
     torch.onnx.export(
         model,
@@ -337,12 +339,14 @@ def check_new(path: Path) -> None:
         )
 
 
-def _draft(path: Path) -> Path:
+def _make_draft_path(path: Path) -> Path:
     check_new(path)
     return path.with_name(f".draft-{path.name}")
 
 
-def _settle(draft: Path, path: Path, kind: Format, error: float, batch: int | None) -> ExportResult:
+def _commit_draft(
+    draft: Path, path: Path, kind: Format, error: float, batch: int | None
+) -> ExportResult:
     """Rename the draft to `path`, or delete it if its outputs differ from the model's."""
     made = ExportResult(path, kind, draft.stat().st_size, error, batch)
     if made.holds:

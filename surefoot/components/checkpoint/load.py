@@ -62,7 +62,7 @@ class Commit:
     def pieces(self, file: str) -> dict[str, Piece]:
         """Return the tensors in the files of `file`, each with the shape of the whole tensor."""
         return {
-            name: files.whole_of(piece)
+            name: files.whole_piece(piece)
             for each in self.names(file)
             for name, piece in (self._entries[each].tensors or {}).items()
         }
@@ -104,7 +104,7 @@ class Commit:
                     f"{self.folder / name} has {entry.num_bytes} bytes, more than the "
                     "available memory"
                 ) from None
-        if digest.of_bytes(data) != entry.sha256:
+        if digest.digest_of_bytes(data) != entry.sha256:
             raise RunFolderError(f"{self.folder / name} is damaged: its digest does not match")
         return data
 

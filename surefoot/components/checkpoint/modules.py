@@ -59,8 +59,8 @@ def module_state(module: nn.Module, stored: Collection[str] | None = None) -> Mo
     for name, value in state.items():
         is_own = id(value) in known
         if isinstance(value, Tensor) and not is_own:  # a state dict hook may have detached it
-            places = {_place(each) for each in own} if places is None else places
-            is_own = _place(value) in places
+            places = {_memory_key(each) for each in own} if places is None else places
+            is_own = _memory_key(value) in places
             if not is_own and name in live:
                 value, is_own = live[name], True
         (tensors if is_own else extra)[name] = value
@@ -75,11 +75,11 @@ def module_state(module: nn.Module, stored: Collection[str] | None = None) -> Mo
         for name, each in left.items()
         if (each.requires_grad if stored is None else name in stored)
     }
-    saved_places = {_place(each) for each in tensors.values()} if left else set()
+    saved_places = {_memory_key(each) for each in tensors.values()} if left else set()
     tensors |= {
         name: each
         for name, each in left.items()
-        if name not in state and _place(each) not in saved_places
+        if name not in state and _memory_key(each) not in saved_places
     }
     return ModuleTensors(
         tensors,
@@ -93,7 +93,7 @@ def _is_flattened(module: nn.Module) -> bool:
 
     The state dict of such a module assembles the original tensors.
     """
-    kind = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    kind = _class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     return any(isinstance(each, kind) for each in module.modules())
 
 
@@ -106,7 +106,7 @@ def check_shaped(name: str, tensor: Tensor) -> None:
         )
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
     """Return a key for the memory of a tensor; for a tensor that is not dense, its identity."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return (id(tensor),)
@@ -123,7 +123,7 @@ def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
             owner = None
         if owner is None or (leaf not in owner._buffers and hasattr(owner, leaf)):
             raise RunFolderError(
-                f"the checkpoint contains the buffer {name!r}, and the model has no such module",
+                f"the checkpoint contains the buffer {name!r}, but the model has no such module",
                 hint="resume with the model that was saved",
             )
 
@@ -195,7 +195,7 @@ class _Nobody:
     def publish(self) -> None: ...
 
 
-def _loaded(module: str, name: str) -> Any:
+def _class_if_imported(module: str, name: str) -> Any:
     """Return a class of torch if its module has been imported, else `()`.
 
     Without the import no object of the class can exist, and `isinstance` of `()` is False.
@@ -204,7 +204,7 @@ def _loaded(module: str, name: str) -> Any:
 
 
 def _is_sharded(value: Any) -> bool:
-    return isinstance(value, _loaded("torch.distributed.tensor", "DTensor"))
+    return isinstance(value, _class_if_imported("torch.distributed.tensor", "DTensor"))
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
@@ -212,7 +212,7 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
     The shards are what a checkpoint saves.
     """
-    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
+    kind = _class_if_imported("torch.distributed.fsdp", "FSDPModule")
     for module in modules:
         for each in module.modules():
             if isinstance(each, kind):

@@ -176,7 +176,7 @@ def _gather(
     for name, tensor in tensors.items():
         check_storable(name, tensor)
     return {
-        **{f"{name}.safetensors": _stored(each.tensors) for name, each in held.items()},
+        **{f"{name}.safetensors": _unique_tensors(each.tensors) for name, each in held.items()},
         STATE: tensors,
     }, skeleton
 
@@ -251,7 +251,7 @@ def _read_object(value: Any) -> Any:
     return generator_state(value) if is_generator(value) else value.state_dict()
 
 
-def _stored(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unique_tensors(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a module to be stored; a tensor with several names occurs once.
 
     Raises TaskError for a tensor that a checkpoint cannot hold.

@@ -353,11 +353,14 @@ def _load_object(value: Any, saved: Any) -> None:
         if isinstance(number, int):
             loaded, moved = value.state[params[number]], params[number]
             loaded.update(
-                {key: _uncast(each, loaded.get(key, moved), moved) for key, each in held.items()}
+                {
+                    key: _move_without_cast(each, loaded.get(key, moved), moved)
+                    for key, each in held.items()
+                }
             )
 
 
-def _uncast(saved: Any, near: Tensor, moved: Tensor) -> Any:
+def _move_without_cast(saved: Any, near: Tensor, moved: Tensor) -> Any:
     """Return the saved state of the parameter `moved` without a cast, on the device of `near`.
 
     torch casts each tensor to the parameter's dtype, and takes text and arrays apart.

@@ -141,7 +141,7 @@ def commit_together(
     def seal() -> str:
         if group.is_first:
             entries = tuple(
-                manifests.entry_from(row) for rows in written for row in json.loads(rows)
+                manifests.parse_entry(row) for rows in written for row in json.loads(rows)
             )
             made = Manifest(step=content.step, files=entries, **vars(stamp))
             _seal(run, draft, made, may_commit)
@@ -206,7 +206,7 @@ def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[
     with commits.hashing() as pool:
         sound = {
             name: pool.submit(files.is_finite, tensor)
-            for name, tensor in _that_must_be_finite(content)
+            for name, tensor in _tensors_to_check(content)
         }
         written = [_write(draft, name, content, earlier, pool) for name in content.tensors]
         entries = [entry() for entry in written]
@@ -266,7 +266,7 @@ def _make_folders(run: Path, draft: Path) -> None:
     draft.mkdir()
 
 
-def _that_must_be_finite(content: Content) -> list[tuple[str, Tensor]]:
+def _tensors_to_check(content: Content) -> list[tuple[str, Tensor]]:
     return [
         (name, tensor)
         for held in content.tensors.values()
@@ -345,7 +345,7 @@ def _write_text(path: Path, text: bytes) -> Entry:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    return Entry(name=path.name, num_bytes=len(text), sha256=digest.of_bytes(text))
+    return Entry(name=path.name, num_bytes=len(text), sha256=digest.digest_of_bytes(text))
 
 
 def discard(draft: Path) -> None:

@@ -19,7 +19,13 @@ from surefoot.contract import manifest as manifests
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder import files
-from surefoot.core.errors import MissingExtra, RunFolderError, SpecError, StorageError, needing
+from surefoot.core.errors import (
+    MissingExtra,
+    RunFolderError,
+    SpecError,
+    StorageError,
+    require_package,
+)
 
 EXTRA = "store"
 
@@ -31,7 +37,9 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        with needing("fsspec", "fsspec", extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"):
+        with require_package(
+            "fsspec", "fsspec", extra=EXTRA, needed_for=f"checkpoint.store = {url!r}"
+        ):
             import fsspec
         try:
             self._system: Any

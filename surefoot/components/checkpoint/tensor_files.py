@@ -241,8 +241,8 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     with commits.open_file(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
         # only now: read_header has checked the file size
-        given = {name: give(name, whole_of(piece)) for name, piece in pieces.items()}
-        meetings = {name: _meet(tensor, pieces[name]) for name, tensor in given.items()}
+        given = {name: give(name, whole_piece(piece)) for name, piece in pieces.items()}
+        meetings = {name: _find_overlap(tensor, pieces[name]) for name, tensor in given.items()}
         # pieces of which this rank needs no row
         found = {name: pieces[name].sha256 for name, met in meetings.items() if met is None}
         direct = {
@@ -266,7 +266,7 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
     return given
 
 
-class _Meeting(NamedTuple):
+class _Overlap(NamedTuple):
     """Overlap of a tensor and a piece: `into` receives `rows` of the piece; all if `is_all`."""
 
     into: Tensor
@@ -274,20 +274,20 @@ class _Meeting(NamedTuple):
     is_all: bool
 
 
-def _meet(tensor: Tensor, piece: Piece) -> _Meeting | None:
+def _find_overlap(tensor: Tensor, piece: Piece) -> _Overlap | None:
     """Return the rows of `piece` that belong in `tensor` (whole or shard), or None."""
     part = part_of(tensor)
     if part is None and not piece.is_part:
-        return _Meeting(tensor, range(0), is_all=True)
+        return _Overlap(tensor, range(0), is_all=True)
     begin, length = (0, piece.whole[0]) if part is None else (part.start, len(tensor))
     first, last = max(begin, piece.offset[0]), min(begin + length, piece.offset[0] + piece.shape[0])
     if first >= last:
         return None
     rows = range(first - piece.offset[0], last - piece.offset[0])
-    return _Meeting(tensor[first - begin : last - begin], rows, is_all=len(rows) == piece.shape[0])
+    return _Overlap(tensor[first - begin : last - begin], rows, is_all=len(rows) == piece.shape[0])
 
 
-def whole_of(piece: Piece) -> Piece:
+def whole_piece(piece: Piece) -> Piece:
     """Return the whole tensor that a piece is, or is a part of."""
     return (
         replace(piece, shape=piece.whole, offset=(0,) * len(piece.whole))

@@ -240,7 +240,7 @@ def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the stat
     try:
         return _join(skeleton, tensors)
     except (*ODD, RunFolderError) as error:
-        raise _misfit(place, error) from None
+        raise _mismatch_error(place, error) from None
 
 
 @contextlib.contextmanager
@@ -252,10 +252,10 @@ def as_run_folder_errors(place: object) -> Iterator[None]:
     try:
         yield
     except ODD as error:
-        raise _misfit(place, error) from None
+        raise _mismatch_error(place, error) from None
 
 
-def _misfit(place: object, error: Exception) -> RunFolderError:
+def _mismatch_error(place: object, error: Exception) -> RunFolderError:
     return RunFolderError(f"{place} is not a state of this run: {error!r}"[:300])
 
 

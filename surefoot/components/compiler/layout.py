@@ -32,7 +32,7 @@ def lay_channels_last(model: nn.Module) -> list[str]:
             count += 1
     if not count:
         raise SpecError(
-            'train.memory_format is "channels_last", and the model has no tensor of four or five '
+            'train.memory_format is "channels_last", but the model has no tensor of four or five '
             "dimensions",
             hint="leave it out",
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 
-def quote_paths() -> None:
+def patch_compiler_commands() -> None:
     """Patch torch's `CppBuilder` so that every compiler command of this process also quotes its
     other paths.
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from surefoot.components.compiler import instructions
 from surefoot.components.compiler.pace import CompilePayback
-from surefoot.components.compiler.quoting import quote_paths
+from surefoot.components.compiler.quoting import patch_compiler_commands
 from surefoot.components.compiler.steward import Steward
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.process.frames import is_of_library
@@ -60,7 +60,7 @@ class CompiledRegions:
 
     def fail(self, name: str, error: BaseException) -> None:
         """Record that `name` cannot be compiled. Raises TaskError if `on_failure` is "stop"."""
-        words = _in_words(error)
+        words = _describe_error(error)
         if self.on_failure == "stop":
             raise TaskError(
                 f"{name} cannot be compiled: {words}",
@@ -209,7 +209,7 @@ def _options(
             f"compile.mode is {mode!r}", hint="use default, reduce-overhead or max-autotune"
         ) from None
     options["fallback_random"] = True
-    quote_paths()
+    patch_compiler_commands()
     if instructions.are_known(tuple(inductor.config.cpp.cxx)):
         options["cpp.vec_isa_ok"] = True
     if deterministic and hasattr(inductor.config, "deterministic"):
@@ -232,7 +232,7 @@ class _Region:
     ) -> None:
         self._name, self._module, self._plan = name, module, plan
         self._compiled: Any = torch.compile(
-            _traced(module), options=options, dynamic=dynamic, backend=backend
+            _find_compile_target(module), options=options, dynamic=dynamic, backend=backend
         )
 
     def __call__(self, *args: Any, **named: Tensor | Any) -> Any:
@@ -245,7 +245,7 @@ class _Region:
         return self._module(*args, **named)
 
 
-def _traced(module: nn.Module) -> Any:
+def _find_compile_target(module: nn.Module) -> Any:
     """Return the callable that torch.compile traces for a module: its `_call_impl`, or a wrapper of
     that.
 
@@ -273,7 +273,7 @@ def _failures() -> tuple[type[Exception], ...]:
     )
 
 
-def _in_words(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the first two lines of the compiler's error, with the user's line of code where the
     error names one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

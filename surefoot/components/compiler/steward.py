@@ -39,7 +39,7 @@ class Steward:
         """Return the compilations since the last call; if torch has dropped some of its records,
         the newest."""
         records = self._take_new(RECORDS)
-        ended = self._take_breaks(records)
+        ended = self._read_break_reasons(records)
         return [_read(record, ended.get(id(record))) for record in records]
 
     def _take_new(self, name: str) -> list[Any]:
@@ -57,7 +57,7 @@ class Steward:
             self._last[name] = kept[-1]
         return new[::-1]
 
-    def _take_breaks(self, records: Sequence[Any]) -> Mapping[int, str]:
+    def _read_break_reasons(self, records: Sequence[Any]) -> Mapping[int, str]:
         """Return the reasons of the graph breaks since the last call, by the `id` of the
         compilation record of each."""
         ended: dict[int, str] = {}
@@ -82,7 +82,7 @@ class Steward:
                 and id(record) not in ended
             ]
             if mine:
-                ended[id(max(mine, key=lambda record: record.co_firstlineno))] = _in_words(
+                ended[id(max(mine, key=lambda record: record.co_firstlineno))] = _describe_break(
                     each.reason, inner.filename, inner.lineno
                 )
         return ended
@@ -105,7 +105,7 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
         function, line = resumed.group(1), int(resumed.group(2))
     # a break without code to compile after it, as in a loop
     if record.fail_reason and not ended_early:
-        words = _in_words(
+        words = _describe_break(
             record.fail_reason,
             record.fail_user_frame_filename or file,
             record.fail_user_frame_lineno or line,
@@ -123,7 +123,7 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
     )
 
 
-def _in_words(reason: str, file: str, line: int) -> str:
+def _describe_break(reason: str, file: str, line: int) -> str:
     """Return why a graph ends, and the user's line of code where it ends, without torch's hints and
     links."""
     lines = [part.strip() for part in reason.splitlines() if part.strip()]

@@ -53,7 +53,7 @@ def _set(on: bool, *, warn_only: bool) -> None:
     setter(on, warn_only=warn_only)
 
 
-def leave_unloaded() -> Callable[[], None]:
+def defer_compiler_import() -> Callable[[], None]:
     """Let optimizers be created without importing torch's compiler, unless something else imports
     it; return a function that undoes this."""
     function: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)

@@ -65,9 +65,9 @@ def check(run: Path) -> ConsumedCheck:
     rows = list(ledger.read(run))
     kept, overruled = ledger.consumed(rows)
     faults = [
-        *_damaged(run, rows),
+        *_find_attempt_faults(run, rows),
         *_order(rows, after),
-        *_lost_at_the_end(run, kept, after),
+        *_find_missing_end(run, kept, after),
         *_other_samples(feed, rows),
     ]
     steps = {row.step for row in kept}
@@ -158,7 +158,7 @@ def _epochs(feed: Feed, steps: set[int], samples: int) -> float:
     )
 
 
-def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
+def _find_attempt_faults(run: Path, rows: list[Row]) -> list[LedgerFault]:
     """Return faults in the attempt numbers, which only rise, up to the one in the run lock.
 
     Attempt 0 marks the rows that a fork took over from its parent.
@@ -166,7 +166,7 @@ def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
     newest = runlock.read_generation(run)
     taken_over = [row.step for row in rows if row.generation == 0]
     found, before = [], 0
-    if taken_over and taken_over[-1] != _forked_after(run):
+    if taken_over and taken_over[-1] != _read_fork_step(run):
         found.append(
             LedgerFault(
                 "damaged",
@@ -191,7 +191,7 @@ def _damaged(run: Path, rows: list[Row]) -> list[LedgerFault]:
     return found
 
 
-def _forked_after(run: Path) -> int | None:
+def _read_fork_step(run: Path) -> int | None:
     """Return the step that this run was forked from, or None, as its checkpoints record it."""
     for step in reversed(manifest.steps(run)):
         with contextlib.suppress(RunFolderError):
@@ -228,7 +228,7 @@ def _order(rows: list[Row], after: int) -> list[LedgerFault]:
     return found
 
 
-def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault]:
+def _find_missing_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault]:
     """Return a fault if the ledger lacks a committed step.
 
     The rows of a step reach the disk before its checkpoint.
@@ -244,7 +244,7 @@ def _lost_at_the_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault
             "lost",
             last + 1,
             (
-                f"steps {last + 1:,} to {committed:,} are missing, and there is a "
+                f"steps {last + 1:,} to {committed:,} are missing, but there is a "
                 f"checkpoint of step {committed:,}"
             ),
         )

@@ -30,7 +30,7 @@ from rich.progress import track
 
 from surefoot.components.data.tars.index import stamp_of
 from surefoot.contract.commits import sync_folder
-from surefoot.contract.digest import of_file
+from surefoot.contract.digest import digest_of_file
 from surefoot.core.errors import DataError
 
 FORMAT = 1
@@ -65,7 +65,7 @@ def open_decoded(
     found = _open(folder) if folder else None
     if found is not None:
         return found
-    digests = [of_file(shard) for shard in shards]
+    digests = [digest_of_file(shard) for shard in shards]
     if stamps != [list(stamp_of(shard)) for shard in shards]:
         raise DataError(
             f"a shard in {shards[0].parent} changed while it was read",
@@ -124,7 +124,7 @@ def _open(folder: Path) -> DecodedArrays | None:
         return None
     try:
         for name, entry in row["arrays"].items():
-            if of_file(folder / name) != entry["sha256"]:
+            if digest_of_file(folder / name) != entry["sha256"]:
                 return None
         # mode "c": torch requires writable memory, and writes never reach the file
         arrays = {

@@ -124,7 +124,7 @@ class Feed:
         self.steps_per_epoch = None if ramp else self.steps_for(self._end)
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
-            made = FeedPiece(step, *self._place(step), next_batch)
+            made = FeedPiece(step, *self._find_position(step), next_batch)
             # a piece that would end before its first step is dropped
             self._pieces = [piece for piece in self._pieces if piece.step < step] + [made]
         self._epoch = -1
@@ -134,7 +134,7 @@ class Feed:
 
     def window(self, step: int) -> SampleWindow:
         """Return the samples of the step numbered `step`, from 0."""
-        epoch, start = self._place(step)
+        epoch, start = self._find_position(step)
         stop = min(start + self.batch_at(step), self._end)
         if (
             epoch != self._epoch
@@ -197,7 +197,7 @@ class Feed:
 
     def samples_after(self, steps: int) -> int:
         """Return the number of samples that the first `steps` steps consume."""
-        epoch, start = self._place(steps)
+        epoch, start = self._find_position(steps)
         return epoch * self._end + start
 
     def steps_for(self, samples: float | Fraction) -> int:
@@ -242,7 +242,7 @@ class Feed:
         """Return the number of steps from the start of a piece to the end of its first epoch."""
         return -(-(self._end - piece.start) // piece.batch)
 
-    def _place(self, step: int) -> tuple[int, int]:
+    def _find_position(self, step: int) -> tuple[int, int]:
         """Return the epoch and the position at which a step starts."""
         if self.steps_per_epoch is not None:
             epoch, within = divmod(step, self.steps_per_epoch)

@@ -41,7 +41,9 @@ class Buffers:
 
     def with_copies(self) -> AbstractContextManager[Any]:
         """Return a context inside which the block uses copies of all its buffers and attributes."""
-        return Both(_AsBefore(self._slots, self.tensors()), AttributeSnapshot(self._block).lend())
+        return CombinedContext(
+            _RestoredBuffers(self._slots, self.tensors()), AttributeSnapshot(self._block).lend()
+        )
 
     def contexts(self) -> Contexts | None:
         """Return the contexts for the forward pass and for its recomputation; None where no buffer
@@ -54,7 +56,7 @@ class Buffers:
         before = [getattr(*slot).detach().clone() for slot in slots]
         attributes = AttributeSnapshot(self._block, known)
         watched = _ChangeDetector(self, modes, slots, before, attributes)
-        return watched, Both(_AsBefore(slots, before), attributes.lend())
+        return watched, CombinedContext(_RestoredBuffers(slots, before), attributes.lend())
 
     def record_changes(
         self, modes: tuple[bool, ...], moving: list[Slot], attributes: list[Slot]
@@ -85,12 +87,12 @@ class _ChangeDetector(AbstractContextManager[None]):
             moving = [
                 slot
                 for slot, copy in zip(self._slots, self._before, strict=True)
-                if _moved(copy, getattr(*slot))
+                if _has_moved(copy, getattr(*slot))
             ]
             self._buffers.record_changes(self._modes, moving, self._attributes.find_changed())
 
 
-class _AsBefore(AbstractContextManager[None]):
+class _RestoredBuffers(AbstractContextManager[None]):
     def __init__(self, slots: list[Slot], before: list[Tensor]) -> None:
         self._slots, self._before = slots, before
         self._now: list[Tensor] = []
@@ -106,7 +108,7 @@ class _AsBefore(AbstractContextManager[None]):
             setattr(*slot, tensor)
 
 
-class Both(AbstractContextManager[None]):
+class CombinedContext(AbstractContextManager[None]):
     """Several contexts as one, which may be entered more than once."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
@@ -122,7 +124,7 @@ class Both(AbstractContextManager[None]):
         self._stack.close()
 
 
-def _moved(before: Tensor, now: Tensor) -> bool:
+def _has_moved(before: Tensor, now: Tensor) -> bool:
     try:
         return before.shape != now.shape or not torch.equal(before, now)
     except RuntimeError:  # a fake tensor, which has no values

@@ -34,7 +34,7 @@ def find_blocks(
         InputError: Where no module repeats, and for a pattern or module that matches nothing.
     """
     if not wanted:
-        found = _repeating("", model)
+        found = _find_repeated_modules("", model)
         if not found:
             raise InputError(
                 f"no block repeats in this {type(model).__name__}: "
@@ -82,7 +82,7 @@ def find_blocks(
     }
 
 
-def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
+def _find_repeated_modules(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
     children = {
         name: child
         for name, child in module.named_children()
@@ -91,7 +91,7 @@ def _repeating(prefix: str, module: nn.Module) -> dict[str, nn.Module]:
     kinds = Counter(map(type, children.values()))
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
-        inner = _repeating(f"{prefix}{name}.", child)
+        inner = _find_repeated_modules(f"{prefix}{name}.", child)
         # a container of blocks, no block, unless its children are too small
         is_row = isinstance(child, CONTAINERS)
         if (

@@ -22,7 +22,7 @@ TRIALS = 3  # number of measurements of a block; the fastest counts
 
 
 @dataclass
-class Fate:
+class RecomputeDecision:
     """True if a block is recomputed (`again`).
 
     `most_bytes` is the largest total of input bytes that the decision is valid for; None means any.
@@ -46,7 +46,7 @@ class Budget:
 
     def __init__(self, names: Sequence[str], num_bytes: int, own: Iterable[Tensor]) -> None:
         self.chosen: frozenset[int] | None = None
-        self.fates = [Fate() for _ in names]
+        self.fates = [RecomputeDecision() for _ in names]
         self._names, self._bytes = names, num_bytes
         self._own = set(_storages(own))
         self._costs: dict[int, RecomputeCost] = {}
@@ -67,7 +67,7 @@ class Budget:
             f"for {format_seconds(again_s)} more a pass"
         )
 
-    def wants(self, number: int, inputs: Sequence[Tensor]) -> bool:
+    def needs_measurement(self, number: int, inputs: Sequence[Tensor]) -> bool:
         """Return whether the block at index `number` must be measured with these inputs."""
         fate = self.fates[number]
         if fate.most_bytes is not None and fate.covers(inputs):

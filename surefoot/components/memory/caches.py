@@ -59,7 +59,7 @@ class CachesOff:
         self.modules = tuple(found)
         self._handles: list[RemovableHandle] = []
         for module in found.values():
-            switch = _Switch()
+            switch = _CacheSettings()
             self._handles.append(module.register_forward_pre_hook(switch.turn_off, prepend=True))
             self._handles.append(module.register_forward_hook(switch.put_back, always_call=True))
 
@@ -81,7 +81,7 @@ class CachesOff:
             handle.remove()
 
 
-class _Switch:
+class _CacheSettings:
     """The stack of values of one module's `use_cache`, one for each forward pass of the module that
     is running."""
 

@@ -100,7 +100,7 @@ def _check(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(
             f"the bias is {tuple(bias.shape)}, the weight has {len(weight)} rows",
-            hint="a bias is (V,)",
+            hint="pass a bias of shape (V,), one value per row of the weight",
         )
     if targets.is_floating_point() or targets.is_complex() or targets.dtype == torch.bool:
         raise InputError(

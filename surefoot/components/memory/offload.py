@@ -35,7 +35,7 @@ class Offloaded:
     def __call__(self, model: Any, batch: Any) -> Any:
         own = (*model.parameters(), *model.buffers(), *find_tensors(batch))
         self._stays = {each.untyped_storage().data_ptr() for each in own}
-        with saved_tensors_hooks(self._keep, _bring):
+        with saved_tensors_hooks(self._keep, _copy_to_device):
             return self._loss(model, batch)
 
     def _keep(self, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -52,7 +52,7 @@ class Offloaded:
         return tensor.device, held
 
 
-def _bring(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+def _copy_to_device(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
     device, held = kept

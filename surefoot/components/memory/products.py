@@ -58,11 +58,11 @@ class ProductWork:
         return self.flops / max(self.num_bytes, 1), -self.num_bytes
 
 
-class Allowance:
+class FlopsAllowance:
     """The FLOPs of matmuls and convolutions that the blocks of a model may recompute: a share of
     all; a block may use what earlier ones left.
 
-    >>> Allowance().choose([ProductWork(12, 12), ProductWork(4, 4), ProductWork(32, 16)])
+    >>> FlopsAllowance().choose([ProductWork(12, 12), ProductWork(4, 4), ProductWork(32, 16)])
     frozenset({0})
     """
 
@@ -94,7 +94,7 @@ class Products:
     saved, so that no step holds more memory than the others.
     """
 
-    def __init__(self, allowance: Allowance) -> None:
+    def __init__(self, allowance: FlopsAllowance) -> None:
         self.num_needed: int | None = None
         self.again: frozenset[int] | None = None  # chosen at the end of the first pass
         self._allowance = allowance
@@ -105,7 +105,7 @@ class Products:
     def contexts(self) -> Contexts:
         """Return the contexts for the forward pass and for its recomputation."""
         kept: dict[int, _SavedOutput] = {}
-        return _Keeping(self, kept), _Reusing(self, kept)
+        return _SaveOutputs(self, kept), _ReuseOutputs(self, kept)
 
 
 class _SavedOutput:
@@ -137,7 +137,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
 
-class _Keeping(_Mode):
+class _SaveOutputs(_Mode):
     def __init__(self, products: Products, kept: dict[int, _SavedOutput]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._kept, self._count = products, kept, 0
@@ -173,7 +173,7 @@ class _Keeping(_Mode):
         return (needed is None or self._count < needed) and self._count not in again
 
 
-class _Reusing(_Mode):
+class _ReuseOutputs(_Mode):
     def __init__(self, products: Products, kept: dict[int, _SavedOutput]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._products, self._kept, self._count = products, kept, 0
@@ -240,14 +240,14 @@ def _policy(context: Any, operator: Any, *args: Any, **named: Tensor | Any) -> C
 
 
 def _is_kept(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    draws = _what_draws(operator)
+    draws = _find_randomness(operator)
     if draws is None or isinstance(draws, bool):
         return draws is False
     return not named.get("dropout_p", args[draws] if draws < len(args) else 0.0)
 
 
 @functools.cache
-def _what_draws(operator: Any) -> bool | int | None:
+def _find_randomness(operator: Any) -> bool | int | None:
     """Return whether a matmul, convolution or attention draws random numbers, or the index of its
     `dropout_p` argument; None for others.
 

@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from surefoot.components.memory.again import Both, Buffers, Contexts
+from surefoot.components.memory.again import Buffers, CombinedContext, Contexts
 from surefoot.components.memory.blocks import find_blocks
-from surefoot.components.memory.budget import Budget, Fate
+from surefoot.components.memory.budget import Budget, RecomputeDecision
 from surefoot.components.memory.caches import CachesOff
-from surefoot.components.memory.products import Allowance, Products, keep_products
+from surefoot.components.memory.products import FlopsAllowance, Products, keep_products
 from surefoot.core.errors import InputError
 from surefoot.core.recompute import RecomputeChoice
 from surefoot.runtime.nested_tensors import find_tensors
 
-_SEAT = "_surefoot_seat"  # the attribute of a block that holds its _Seat
+_SEAT = "_surefoot_seat"  # the attribute of a block that holds its _BlockSettings
 
 
 class RecomputeHandle:
@@ -47,13 +47,13 @@ class RecomputeHandle:
             budget,
             caches,
         )
-        self.allowance = Allowance()
+        self.allowance = FlopsAllowance()
         self._modules = dict(blocks)
         step = how.number if how.kind == "every" else 1
         self.fates = (
             budget.fates
             if budget is not None
-            else [Fate(number % step == 0) for number in range(len(blocks))]
+            else [RecomputeDecision(number % step == 0) for number in range(len(blocks))]
         )
 
     @property
@@ -139,9 +139,9 @@ def recompute(
     )
     made = RecomputeHandle(parsed, taken, skipped, budget, CachesOff(model, taken))
     for number, block in enumerate(taken.values()):
-        setattr(block, _SEAT, _Seat(number, made, Buffers(block)))
+        setattr(block, _SEAT, _BlockSettings(number, made, Buffers(block)))
         kind: Any = type(block)  # mypy takes a module for not hashable
-        block.__class__ = _kind_that_forgets(kind)
+        block.__class__ = _make_recomputing_subclass(kind)
     return made
 
 
@@ -155,7 +155,7 @@ def _reason_against(block: nn.Module) -> str | None:
     return None
 
 
-class _Seat:
+class _BlockSettings:
     """The index, decision and buffers of one block, stored as an attribute of the block.
 
     A compiled block does not read its index, so that equal blocks share their compiled code.
@@ -185,7 +185,7 @@ class _Seat:
             if selects:
                 return checkpoint(run, *given, use_reentrant=False, context_fn=keep_products)
             return checkpoint(run, *given, use_reentrant=False)
-        if budget is not None and budget.wants(self._number, inputs):
+        if budget is not None and budget.needs_measurement(self._number, inputs):
             budget.measure(self._number, inputs, functools.partial(run, *given), self._buffers)
         if not self._fate.again:
             return forward(*args, **named)
@@ -199,7 +199,11 @@ class _Seat:
         if self._plan.how.kind != "operators":
             return guard
         kept = self._products.contexts()
-        return kept if guard is None else (Both(guard[0], kept[0]), Both(guard[1], kept[1]))
+        return (
+            kept
+            if guard is None
+            else (CombinedContext(guard[0], kept[0]), CombinedContext(guard[1], kept[1]))
+        )
 
 
 def _call(forward: Callable[..., Any], num_args: int, names: tuple[str, ...], *given: Any) -> Any:
@@ -207,15 +211,15 @@ def _call(forward: Callable[..., Any], num_args: int, names: tuple[str, ...], *g
 
 
 @functools.cache
-def _kind_that_forgets(kind: Any) -> type[nn.Module]:
+def _make_recomputing_subclass(kind: Any) -> type[nn.Module]:
     """Return a subclass of `kind` with the same name, whose `forward` calls the `run` of the
-    block's `_Seat`.
+    block's `_BlockSettings`.
 
     Parameter names, hooks and copies of a module are unaffected.
     """
 
     def forward(self: nn.Module, *args: Any, **named: Tensor | Any) -> Any:
-        seat: _Seat = getattr(self, _SEAT)
+        seat: _BlockSettings = getattr(self, _SEAT)
         return seat.run(functools.partial(kind.forward, self), args, named)
 
     own = {

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
-from surefoot.core.ranks.mapping import let_go, map_file
+from surefoot.core.ranks.mapping import map_file, release_pages
 
 # smaller tensors stay in memory; touched pages are released beyond the second
 MIN_BYTES, KEPT_BYTES = (1 << 18, 16 << 20)
@@ -60,7 +60,7 @@ class FileBackedParameters(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
-        self._let_go()
+        self._release_pages()
 
     def __torch_function__(
         self,
@@ -79,14 +79,14 @@ class FileBackedParameters(TorchFunctionMode):
             ):
                 self._touched_bytes += each.nbytes
         if self._touched_bytes > KEPT_BYTES:
-            self._let_go()
+            self._release_pages()
         return made
 
-    def _let_go(self) -> None:
+    def _release_pages(self) -> None:
         """Release the mapped pages: their contents stay in the file, and are read from it at the
         next access."""
         for address, size in list(self._maps.items()):
-            let_go(address, size)
+            release_pages(address, size)
         self._touched_bytes = 0
 
     def _move_all(self, module: nn.Module, name: str, part: nn.Module | None) -> None:

@@ -104,7 +104,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        out, inside = workspace.of(func, args, out)
+        out, inside = workspace.measure_workspace(func, args, out)
         for tensor in find_tensors(out):
             self.hold(tensor, self._kind())
         if inside:  # memory besides the output
@@ -140,9 +140,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive[id(storage)] = number
         self._kinds.append(kind)
         self._events.append((number, num_bytes))
-        weakref.finalize(storage, self._let_go, id(storage), number, num_bytes)
+        weakref.finalize(storage, self._record_free, id(storage), number, num_bytes)
 
-    def _let_go(self, identity: int, number: int, num_bytes: int) -> None:
+    def _record_free(self, identity: int, number: int, num_bytes: int) -> None:
         self._alive.pop(identity, None)
         self._events.append((number, -num_bytes))
 
@@ -178,7 +178,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
-def naming(blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None]) -> Iterator[None]:
+def track_blocks(
+    blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None]
+) -> Iterator[None]:
     """Call `enter` with the name of a block when its forward pass starts, and with None when it
     ends."""
     handles = []

@@ -32,7 +32,7 @@ MAX_MEASURED_BYTES = 1 << 25  # of inputs and outputs: more takes seconds, for a
 aten = torch.ops.aten
 
 
-def of(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Any, int]:
+def measure_workspace(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Any, int]:
     """Return the output of an operator, with the workspace that its kernel really saves, and the
     bytes it allocates while it runs."""
     operator = func.overloadpacket
@@ -57,7 +57,7 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _blocked(tensor: Tensor) -> int:
+def _channel_blocked_bytes(tensor: Tensor) -> int:
     """Return the bytes of (N, C, ...) with its channels rounded up to whole blocks."""
     channels = tensor.shape[1]
     return _bytes(tensor) // channels * math.ceil(channels / BLOCK) * BLOCK if channels else 0
@@ -78,8 +78,10 @@ def _convolution(args: tuple[Any, ...], out: Tensor) -> int:
         return _bytes(weight)
     if out.element_size() < 4:
         return max(_bytes(given) + _bytes(out) + _bytes(weight), 3 * _bytes(out)) - _bytes(out)
-    source = _blocked(given) + _bytes(weight) if given.shape[1] >= BLOCK else 0
-    return max(source + _blocked(out), _blocked(out) + _bytes(out)) - _bytes(out)
+    source = _channel_blocked_bytes(given) + _bytes(weight) if given.shape[1] >= BLOCK else 0
+    return max(
+        source + _channel_blocked_bytes(out), _channel_blocked_bytes(out) + _bytes(out)
+    ) - _bytes(out)
 
 
 def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
@@ -89,8 +91,12 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> int:
     if _is_last(given):
         return (0 if _is_last(grad) else _bytes(grad)) + 2 * _bytes(weight)
     narrow = given.element_size() < 4
-    source = (_bytes(given) if narrow else _blocked(given)) if given.shape[1] >= BLOCK else 0
-    target = _bytes(grad) if narrow else _blocked(grad)
+    source = (
+        (_bytes(given) if narrow else _channel_blocked_bytes(given))
+        if given.shape[1] >= BLOCK
+        else 0
+    )
+    target = _bytes(grad) if narrow else _channel_blocked_bytes(grad)
     weights = source + target + made
     if out[0] is None:
         return copied + weights - made
@@ -203,10 +209,10 @@ def _measure_workspace(operator: Any, given: tuple[Any, ...], num_threads: int) 
         made = operator(*args)
         return rise.stop() - sum(map(_bytes, find_tensors(made)))
 
-    return max(0, _where_there_are_numbers(ask) or 0)
+    return max(0, _call_with_real_tensors(ask) or 0)
 
 
-def _where_there_are_numbers(ask: Callable[[], Any]) -> Any:
+def _call_with_real_tensors(ask: Callable[[], Any]) -> Any:
     """Return what `ask` returns in a separate thread, where tensors have data; None if it raises
     RuntimeError."""
     found: list[Any] = []
@@ -248,7 +254,7 @@ def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
 def _ask_once(
     shapes: tuple[Any, ...], dtype: torch.dtype, rest: tuple[Any, ...], steps: int
 ) -> tuple[int, int, int]:
-    found: tuple[int, int, int] | None = _where_there_are_numbers(
+    found: tuple[int, int, int] | None = _call_with_real_tensors(
         functools.partial(_ask, shapes, dtype, rest, steps)
     )
     return found or (0, 0, 0)

@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from surefoot.core.errors import TaskError, needing
+from surefoot.core.errors import TaskError, require_package
 
 Better = Literal["higher", "lower"]
 
@@ -190,7 +190,7 @@ class FromTorchmetrics:
     """
 
     def __init__(self, metric: Any, *, better: Better | None = None) -> None:
-        with needing(
+        with require_package(
             "torchmetrics", "torchmetrics", extra="torchmetrics", needed_for="FromTorchmetrics"
         ):
             import torchmetrics

@@ -151,10 +151,10 @@ class Console:
             self._last_line_s = now_s
             total = f"/{self._total:,}" if self._total else ""
             self.say(
-                f"step {summary.step:,}{total}  {self._describe(summary)}{self._left(summary.step)}"
+                f"step {summary.step:,}{total}  {self._describe(summary)}{self._eta(summary.step)}"
             )
 
-    def _room(self) -> float:
+    def _free_columns(self) -> float:
         """Return the columns left for text in the bar's line; longer text would cut off the numbers
         beside it."""
         if self._bar is None:
@@ -173,9 +173,11 @@ class Console:
             format_throughput(summary.samples_per_s, summary.items_per_s, self._unit),
         ]
         fits = list(itertools.accumulate((part for part in parts if part), "{}  {}".format))
-        return max((text for text in fits if len(text) <= self._room()), key=len, default="")
+        return max(
+            (text for text in fits if len(text) <= self._free_columns()), key=len, default=""
+        )
 
-    def _left(self, step: int) -> str:
+    def _eta(self, step: int) -> str:
         if not self._total or step <= self._done_before:
             return ""
         left_s = (
@@ -201,7 +203,9 @@ class Console:
         if self._bar is not None and self._row is not None:
             self._bar.update(
                 self._row,
-                description=text if len(text) <= self._room() else text.removesuffix(" samples"),
+                description=text
+                if len(text) <= self._free_columns()
+                else text.removesuffix(" samples"),
             )
         elif now_s - self._last_line_s > LINE_EVERY_S:
             self._last_line_s = now_s

@@ -87,9 +87,11 @@ class TensorBoard:
         )
         folder = files.make_folder(self._folder.parent, self._folder.name)
         self._records = RecordWriter(files.open_new(folder, name))
-        self._put(now_s, version="brain.Event:2")
+        self._write_record(now_s, version="brain.Event:2")
         if self._purge_step is not None:
-            self._put(now_s, step=self._purge_step, start=SessionLog(status=SessionLog.START))
+            self._write_record(
+                now_s, step=self._purge_step, start=SessionLog(status=SessionLog.START)
+            )
 
     def _add(self, time_s: float, rows: Sequence[tuple[str, float, int]]) -> None:
         if not rows:
@@ -99,9 +101,9 @@ class TensorBoard:
         summary = Summary(
             value=[Summary.Value(tag=name, simple_value=value) for name, value, _ in rows]
         )
-        self._put(time_s, step=rows[0][2], summary=summary)
+        self._write_record(time_s, step=rows[0][2], summary=summary)
 
-    def _put(
+    def _write_record(
         self,
         time_s: float,
         *,
@@ -129,15 +131,15 @@ class TensorBoard:
                 self._records.close()
         except OSError as error:  # some file systems report at the close what they could not write
             raise self._disable(error) from error
-        self._turn_off()
+        self._close_quietly()
 
     def _disable(self, error: Exception) -> StorageError:
         """Turn the writer off and return the StorageError to raise: a failed plot is no reason to
         end a run."""
-        self._turn_off()
+        self._close_quietly()
         return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
 
-    def _turn_off(self) -> None:
+    def _close_quietly(self) -> None:
         self._on = False
         if self._records is not None:
             with contextlib.suppress(OSError):  # a disk that refused a record refuses the rest too

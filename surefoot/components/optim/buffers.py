@@ -62,7 +62,7 @@ class LiveBuffers:
             self._attribute_slots = self._attributes.find_changed()
             self._attributes = self._attributes.restrict(self._attribute_slots)
 
-    def _settle(self) -> None:
+    def _drop_unchanged(self) -> None:
         """Drop, after the first step, the buffers that it did not change; whether the step was
         applied does not matter."""
         every = zip(self._slots, self._held, self._copies, strict=True)
@@ -92,7 +92,7 @@ class LiveBuffers:
         made on the device."""
         self._settle_attributes()
         if not self._is_settled:
-            self._settle()
+            self._drop_unchanged()
         if isinstance(applied, Tensor):
             if self._attributes is not None:
                 self._attributes.restore_unless(applied)

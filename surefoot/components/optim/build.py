@@ -55,7 +55,7 @@ def build(
     if sparse is not None:
         raise TaskError(
             (
-                f"the gradient of {sparse} is sparse, and the optimizers of [optim] need "
+                f"the gradient of {sparse} is sparse, but the optimizers of [optim] need "
                 "dense gradients"
             ),
             hint="build the embedding with sparse=False, or give the task an optimizer(groups) "
@@ -73,7 +73,7 @@ def build(
     if table.name == "muon":
         return _muon(table, trained, groups)
     if table.state == "8bit":
-        return _eight_bits(table, trained, groups)
+        return _build_8bit(table, trained, groups)
     if table.name in ("lars", "lamb"):
         groups = _layers(trained, groups)
     made = _build_optimizer(table, groups)
@@ -170,15 +170,17 @@ def _muon(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups
     )
 
 
-def _eight_bits(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups) -> Built:
+def _build_8bit(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups) -> Built:
     """Return two optimizers: one with 8-bit moments, and one with fp32 moments for the parameters
     that 8 bits do not support.
 
     The summary names these parameters and the reasons.
     """
-    from surefoot.components.optim.kinds.eight_bits import Adam8bit, why_not
+    from surefoot.components.optim.kinds.eight_bits import Adam8bit, reason_unsupported
 
-    narrow, wide = _split(trained, groups, lambda each: why_not(each.parameter) is not None)
+    narrow, wide = _split(
+        trained, groups, lambda each: reason_unsupported(each.parameter) is not None
+    )
     made: list[Optimizer] = []
     if narrow:
         made.append(
@@ -196,7 +198,7 @@ def _eight_bits(table: OptimTable, trained: Sequence[GroupedParameter], groups: 
     reasons: dict[str | None, list[str]] = {}
     for group in wide:
         for name, parameter in zip(group["names"], group["params"], strict=True):
-            reasons.setdefault(why_not(parameter), []).append(name)
+            reasons.setdefault(reason_unsupported(parameter), []).append(name)
     for reason, names in reasons.items():
         lines.append(f"moments stay in fp32: {name_some(names, NUM_NAMED)} ({reason})")
     return Built(tuple(made), tuple(lines))

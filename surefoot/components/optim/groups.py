@@ -101,12 +101,12 @@ def find_trained(model: nn.Module) -> list[GroupedParameter]:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             head = module
-        for parameter in _own(module):
+        for parameter in _parameters_of_module(module):
             kind = _kind(module, parameter)
             # a tied head counts as the embedding
             if kinds.get(id(parameter)) not in ("embedding", "norm"):
                 kinds[id(parameter)] = kind
-    for parameter in _own(head) if head is not None else ():
+    for parameter in _parameters_of_module(head) if head is not None else ():
         if kinds[id(parameter)] == "matrix":
             kinds[id(parameter)] = "head"
     others, sparse = _names_of(model), {id(each) for each in find_sparse(model)}
@@ -124,10 +124,12 @@ def find_sparse(model: nn.Module) -> list[nn.Parameter]:
         for each in model.modules()
         if isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse
     ]
-    return [weight for each in tables for weight in _own(each) if weight.requires_grad]
+    return [
+        weight for each in tables for weight in _parameters_of_module(each) if weight.requires_grad
+    ]
 
 
-def _own(module: nn.Module) -> list[nn.Parameter]:
+def _parameters_of_module(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of a module itself, and the ones from which its parametrizations
     compute them (weight_norm, orthogonal, ...).
 

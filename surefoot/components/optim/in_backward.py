@@ -65,7 +65,7 @@ class UpdateInBackward:
         if not math.isfinite(norm):
             raise NumbersError(
                 (
-                    "a gradient is non-finite, and the update inside the backward pass has "
+                    "a gradient is non-finite, but the update inside the backward pass has "
                     "already updated some parameters"
                 ),
                 hint=(

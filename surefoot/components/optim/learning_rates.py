@@ -117,7 +117,7 @@ def _is_same(rate: float | Tensor | None, written: tuple[float | Tensor | None, 
     return rate == value
 
 
-def scaled(curve: Curve, table: OptimTable, batch_at: Callable[[int], int]) -> Curve:
+def apply_batch_scaling(curve: Curve, table: OptimTable, batch_at: Callable[[int], int]) -> Curve:
     """Return the curve times the factor that `optim.reference_batch` gives for each step's batch.
 
     Without `optim.reference_batch`, this is `curve` itself.

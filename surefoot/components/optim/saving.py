@@ -130,7 +130,7 @@ def restore(
         raise RunFolderError(
             (
                 f"the saved state of {kind} belongs to parameters of shapes "
-                f"{saved['shapes']}, and the optimizer has {shapes}"
+                f"{saved['shapes']}, but the optimizer has {shapes}"
             )[:MAX_CHARACTERS],
             hint="give the optimizer the parameters that it had, in the same order",
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from surefoot.components.optim import fused
-from surefoot.components.optim.kinds.by_group import ByGroup, Driven
+from surefoot.components.optim.kinds.by_group import ByGroup, GroupWithState
 
 # of one optimizer; None without a fused update
 FusedGroups = Sequence[fused.FusedParamGroup] | None
@@ -27,7 +27,7 @@ def fused_groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
     if fused.supports(optimizer):
         return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
     if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
-        return [Driven(optimizer, group) for group in optimizer.param_groups]
+        return [GroupWithState(optimizer, group) for group in optimizer.param_groups]
     return None
 
 

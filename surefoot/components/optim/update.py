@@ -316,7 +316,7 @@ class GuardedUpdate:
         scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is None:
-                self._plain(optimizer, held, factor)
+                self._scale_then_step(optimizer, held, factor)
             else:
                 for each in groups:
                     each.step(each.group["lr"], scale, None)
@@ -351,7 +351,7 @@ class GuardedUpdate:
                     (
                         f"{ONE_GRAPH} supports the fused updates of sgd, adam, adamw, lars and "
                         "lamb, but an optimizer is "
-                        f"{type(optimizer).__name__}{_how_not_fused(optimizer)}"
+                        f"{type(optimizer).__name__}{_reason_not_fused(optimizer)}"
                     ),
                     hint=(
                         "use one of them with optim.fused = true (fused=True in a loop of your "
@@ -426,7 +426,7 @@ class GuardedUpdate:
             for group in self._groups:
                 _set_momentum(group, momentum)
 
-    def _plain(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
+    def _scale_then_step(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
         """Update an optimizer that cannot divide inside its update: scale its gradients, then
         step."""
         grads = [
@@ -463,7 +463,7 @@ class GuardedUpdate:
         return norm, finite
 
 
-def _how_not_fused(optimizer: Optimizer) -> str:
+def _reason_not_fused(optimizer: Optimizer) -> str:
     """Return why an optimizer whose type has a fused update does not use it; an empty text for
     other types."""
     if type(optimizer).__name__ not in HAVE_FUSED:

@@ -92,7 +92,7 @@ class LowRank:
     def begin(self) -> Wait:
         if self._is_open:
             raise TaskError(
-                "gradients of low rank were summed, and it was not said whether they were applied",
+                "gradients of low rank were summed, but keep() was not called for the step",
                 hint="call keep() after finish(), once the step is decided",
             )
         self._is_open = bool(self.held)

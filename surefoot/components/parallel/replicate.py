@@ -128,7 +128,7 @@ class Replicas:
             if next(reversed(hooks)) != handle.id:  # hooks that the loop added run first
                 hooks[handle.id] = hooks.pop(handle.id)
         if not self._buckets:
-            self._lay_out()
+            self._build_buckets()
         for bucket in self._buckets:
             bucket.there, bucket.has = (
                 [False] * len(bucket.parameters),
@@ -163,7 +163,7 @@ class Replicas:
             for bucket in left:
                 bucket.wait = None if bucket.wait is None else bucket.wait()
                 if bucket.wait is None:
-                    self._give_out(bucket)
+                    self._write_back_gradients(bucket)
             left = [bucket for bucket in left if bucket.wait is not None]
         self._make_sparse()
 
@@ -195,7 +195,7 @@ class Replicas:
         if not self.asks_factor:
             return []
         if not self._buckets:
-            self._lay_out()
+            self._build_buckets()
         return [
             held
             for bucket in self._buckets
@@ -233,7 +233,7 @@ class Replicas:
     def _make(self, parameters: Sequence[Tensor]) -> Bucket:
         return _make_bucket(parameters, self._make_wire, self._group)
 
-    def _lay_out(self) -> None:
+    def _build_buckets(self) -> None:
         self._buckets = list(
             map(self._make, pack_up(self._parameters, self._bucket_bytes, self._first_bytes))
         )
@@ -303,7 +303,7 @@ class Replicas:
             bucket.wait = bucket.wire.begin()
 
     @torch.no_grad()
-    def _give_out(self, bucket: Bucket) -> None:
+    def _write_back_gradients(self, bucket: Bucket) -> None:
         missing = [
             index for index, parameter in enumerate(bucket.parameters) if parameter.grad is None
         ]
@@ -329,7 +329,7 @@ def pack_up(
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     packs: list[list[Tensor]] = []
     for parameter in reversed(parameters):
-        key = wide_of(parameter), parameter.device
+        key = sum_dtype_of(parameter), parameter.device
         pack = open_.setdefault(key, [])
         pack.append(parameter)
         limit = bucket_bytes if packs else min(first_bytes, bucket_bytes)
@@ -338,13 +338,13 @@ def pack_up(
     return [*packs, *open_.values()]
 
 
-def wide_of(parameter: Tensor) -> torch.dtype:
+def sum_dtype_of(parameter: Tensor) -> torch.dtype:
     """Return the dtype in which the gradients of a parameter are summed."""
     return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _num_bytes(parameter: Tensor) -> int:
-    return parameter.numel() * torch.empty(0, dtype=wide_of(parameter)).element_size()
+    return parameter.numel() * torch.empty(0, dtype=sum_dtype_of(parameter)).element_size()
 
 
 def _make_bucket(
@@ -352,7 +352,7 @@ def _make_bucket(
     make_wire: Callable[[Tensor, Sequence[Tensor]], Wire],
     group: Group,
 ) -> Bucket:
-    wide = wide_of(parameters[0])
+    wide = sum_dtype_of(parameters[0])
     real = wide.to_real() if wide.is_complex else wide
     width = 2 if wide.is_complex else 1
     sizes = [each.numel() * width for each in parameters]

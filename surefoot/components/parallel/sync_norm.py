@@ -46,12 +46,12 @@ class SyncNorm(_BatchNorm):
         output, mean, variance, count = _SyncBatchNormFunction.apply(
             input, self.weight, self.bias, self.eps, self.group
         )  # type: ignore[no-untyped-call]
-        self._follow(mean, variance, float(count))
+        self._update_running_statistics(mean, variance, float(count))
         joined: Tensor = output
         return joined
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, variance: Tensor, count: float) -> None:
+    def _update_running_statistics(self, mean: Tensor, variance: Tensor, count: float) -> None:
         """Update the running statistics as one process with the samples of all ranks would."""
         if (
             self.running_mean is None

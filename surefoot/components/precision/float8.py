@@ -50,7 +50,9 @@ def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Float8Lay
     }
     head = list(linear)[-1:]
     why = {
-        name: _why_not(module, name in head, module in wide) if name else "it is the whole model"
+        name: _reason_not_converted(module, name in head, module in wide)
+        if name
+        else "it is the whole model"
         for name, module in linear.items()
     }
     return Float8Layers(
@@ -59,7 +61,7 @@ def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Float8Lay
     )
 
 
-def _why_not(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
+def _reason_not_converted(module: nn.Linear, is_head: bool, is_wide: bool) -> str | None:
     if is_wide:
         return "precision.keep"
     if type(module).__name__ not in ("Linear", "Float8Linear"):
@@ -98,12 +100,12 @@ def to_float8(
         model, module_filter_fn=lambda module, name: name in found.layers, config=config
     )
     for name, layer in given.items():
-        _become(layer, model.get_submodule(name))
+        _convert_in_place(layer, model.get_submodule(name))
         model.set_submodule(name, layer)
     return found
 
 
-def _become(layer: nn.Module, converted: nn.Module) -> None:
+def _convert_in_place(layer: nn.Module, converted: nn.Module) -> None:
     """Turn `layer` into the converted one, in place: its class and new attributes change, the
     object stays the same."""
     vars(layer).update(

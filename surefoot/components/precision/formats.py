@@ -57,20 +57,20 @@ def round_to_tf32(values: Tensor) -> Tensor:
     return torch.where(torch.isfinite(values), rounded.view(torch.float32), values)
 
 
-def _through(dtype: torch.dtype) -> Callable[[float], float]:
+def _make_cast(dtype: torch.dtype) -> Callable[[float], float]:
     return lambda value: float(torch.tensor(value, dtype=torch.float64).to(dtype).to(torch.float64))
 
 
 _CASTS: dict[str, tuple[int, Callable[[float], float]]] = {
-    "fp32": (32, _through(torch.float32)),
+    "fp32": (32, _make_cast(torch.float32)),
     "tf32": (
         19,
         lambda value: float(round_to_tf32(torch.tensor(value, dtype=torch.float64).float())),
     ),
-    "bf16": (16, _through(torch.bfloat16)),
-    "fp16": (16, _through(torch.float16)),
-    "e4m3": (8, _through(torch.float8_e4m3fn)),
-    "e5m2": (8, _through(torch.float8_e5m2)),
+    "bf16": (16, _make_cast(torch.bfloat16)),
+    "fp16": (16, _make_cast(torch.float16)),
+    "e4m3": (8, _make_cast(torch.float8_e4m3fn)),
+    "e5m2": (8, _make_cast(torch.float8_e5m2)),
 }
 
 
@@ -87,7 +87,7 @@ def _measure(name: str, bits: int, cast: Callable[[float], float]) -> Format:
         next(
             exponent
             for exponent in range(1, 200)
-            if not _keeps_all(cast, 2.0**-exponent, resolution)
+            if not _is_exact(cast, 2.0**-exponent, resolution)
         )
         - 1
     )
@@ -115,7 +115,7 @@ def _measure(name: str, bits: int, cast: Callable[[float], float]) -> Format:
     )
 
 
-def _keeps_all(cast: Callable[[float], float], value: float, resolution: float) -> bool:
+def _is_exact(cast: Callable[[float], float], value: float, resolution: float) -> bool:
     return cast(value * (1.0 + resolution)) == value * (1.0 + resolution)
 
 

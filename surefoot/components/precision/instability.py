@@ -133,7 +133,7 @@ class Watch:
                     module=module,
                     direction=way,
                     dtype=_name(made),
-                    largest=_largest(given),
+                    largest=_max_finite(given),
                     operator=operator,
                 )
 
@@ -158,7 +158,10 @@ class Watch:
                     (each for each in (*outputs, *inputs) if each.element_size() < 4), outputs[0]
                 )
                 self.overflow = Overflow(
-                    module=name, direction="forward", dtype=_name(narrow), largest=_largest(inputs)
+                    module=name,
+                    direction="forward",
+                    dtype=_name(narrow),
+                    largest=_max_finite(inputs),
                 )
             for each in outputs:
                 if each.requires_grad:
@@ -272,7 +275,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _largest(tensors: Iterable[Tensor]) -> float | None:
+def _max_finite(tensors: Iterable[Tensor]) -> float | None:
     return max((float(each.detach().abs().max()) for each in tensors if each.numel()), default=None)
 
 

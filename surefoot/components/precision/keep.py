@@ -44,7 +44,7 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
     for module in found.values():
         if not isinstance(module.forward, functools.partial):
             # a partial is copied with its module
-            module.forward = functools.partial(_in_fp32, module.forward)
+            module.forward = functools.partial(_wrap_in_fp32, module.forward)
     return found
 
 
@@ -53,13 +53,13 @@ def _matches(name: str, module: nn.Module, pattern: str) -> bool:
     return any(fnmatchcase(each, pattern) for each in own)
 
 
-def _in_fp32(forward: Callable[..., Any], *given: Any, **named: Tensor) -> Any:
-    wide, wide_named = map_tensors((given, named), _wide)
+def _wrap_in_fp32(forward: Callable[..., Any], *given: Any, **named: Tensor) -> Any:
+    wide, wide_named = map_tensors((given, named), _to_fp32)
     held = forward.__self__.parameters()  # type: ignore[attr-defined]
     first = next(find_tensors((wide, wide_named, list(held))), None)
     with torch.autocast("cpu" if first is None else first.device.type, enabled=False):
         return forward(*wide, **wide_named)
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_fp32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in NARROW else tensor

@@ -151,7 +151,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         if any(hasattr(parameter, "device_mesh") for parameter in self._named.values()):
             self._handles += [
-                module.register_forward_pre_hook(self._gathered_for(place))
+                module.register_forward_pre_hook(self._make_gather_hook(place))
                 for place, module in model.named_modules()
             ]
         self.parameters: tuple[ParameterDtypes, ...] = ()
@@ -186,11 +186,11 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._names[_key(made)] = known
                     self._held.append(made)
         elif name not in MOVES and given and not name.startswith(UPDATES):
-            dtype = self._told(name, given)
+            dtype = self._describe_dtypes(name, given)
             self._operators.setdefault(name, {})[dtype] = None
             for each in given:
                 if (known := self._name_of(each)) is not None:
-                    self._computed.setdefault(known, {})[self._told(name, [each])] = None
+                    self._computed.setdefault(known, {})[self._describe_dtypes(name, [each])] = None
         return out
 
     def _name_of(self, tensor: Tensor) -> str | None:
@@ -202,7 +202,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del self._gathered[key], self._names[key]
         return self._names.get(key)
 
-    def _told(self, name: str, given: Sequence[Tensor]) -> str:
+    def _describe_dtypes(self, name: str, given: Sequence[Tensor]) -> str:
         """Return the dtypes of an operator's inputs as text."""
         found = dict.fromkeys(
             NAMES.get(each.dtype, str(each.dtype).removeprefix("torch.")) for each in given
@@ -217,7 +217,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         return see
 
-    def _gathered_for(self, place: str) -> Callable[[nn.Module, Any], None]:
+    def _make_gather_hook(self, place: str) -> Callable[[nn.Module, Any], None]:
         """Return a hook that registers the gathered parameters of a sharded module while the module
         computes."""
         known: set[str] = set()

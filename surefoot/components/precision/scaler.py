@@ -54,7 +54,7 @@ class LossScaler:
         if initial <= 0 or math.frexp(initial)[0] != 0.5:
             raise InputError(
                 f"the loss scale is {initial:g}, which is not a power of two",
-                hint="use one as 65536.0: it rounds nothing",
+                hint="use a power of two such as 65536.0, so that scaling is exact",
             )
         self._growth_interval, self.floor, self._device = growth_interval, floor, device
         self.scale: float | Tensor = initial

@@ -49,11 +49,11 @@ def _fp32_kernel(name: str) -> Callable[..., Any]:
     def run(*given: Any, **named: Tensor) -> Any:
         with torch.autocast("cpu", enabled=False):
             return operator(
-                *map(_wide, given), **{key: _wide(value) for key, value in named.items()}
+                *map(_to_wide, given), **{key: _to_wide(value) for key, value in named.items()}
             )
 
     return run
 
 
-def _wide(value: Any) -> Any:
+def _to_wide(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value

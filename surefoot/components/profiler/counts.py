@@ -27,7 +27,7 @@ from torch.utils.module_tracker import ModuleTracker
 
 from surefoot.components.profiler.formulas import COMPLEX, count
 from surefoot.components.profiler.phases.device_line import make_cuda_event
-from surefoot.components.profiler.whereabouts import Whereabouts
+from surefoot.components.profiler.whereabouts import ModuleFollower
 from surefoot.core.cost.roofline import OperatorWork
 
 WHOLE = ""  # the name of the step itself among the modules
@@ -52,7 +52,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._whereabouts = Whereabouts(model)
+        self._whereabouts = ModuleFollower(model)
         self._tallies: dict[tuple[str, str, str, str], _Tally] = defaultdict(_Tally)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event, list[_Tally]]] = []
         self._tracker = ModuleTracker()  # used only to detect a backward pass

@@ -229,7 +229,7 @@ def _bytes(
         taken = (
             _size(args[1]) * args[0].element_size()
             if packet is aten.nll_loss_forward
-            else sum(map(_in_memory, written))
+            else sum(map(_stored_bytes, written))
         )
     else:
         taken = 0
@@ -246,8 +246,8 @@ def _bytes(
     inputs = {id(each): each for each in read if id(each) not in skipped}
     return (
         taken
-        + sum(map(_in_memory, inputs.values()))
-        + sum(map(_in_memory, {id(each): each for each in written}.values()))
+        + sum(map(_stored_bytes, inputs.values()))
+        + sum(map(_stored_bytes, {id(each): each for each in written}.values()))
     )
 
 
@@ -384,7 +384,7 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel()
 
 
-def _in_memory(tensor: Tensor) -> int:
+def _stored_bytes(tensor: Tensor) -> int:
     """Return the bytes that a tensor has in memory; a broadcast dimension has none."""
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()

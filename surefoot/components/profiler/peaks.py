@@ -152,7 +152,7 @@ class _Products:
         if best and flops / best > MAX_S:
             return 0.0
         try:
-            found = flops / _fastest_s(make(*shape, self._like), self._device, BUDGET_S)
+            found = flops / _min_call_s(make(*shape, self._like), self._device, BUDGET_S)
         except (RuntimeError, TypeError):  # the device does not support this matmul
             return 0.0
         self._best_of[make] = max(best, found)
@@ -170,10 +170,12 @@ def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> flo
         for _ in range(repeats):
             target.copy_(source)
 
-    return 2 * source.numel() * source.element_size() * repeats / _fastest_s(copy, device, budget_s)
+    return (
+        2 * source.numel() * source.element_size() * repeats / _min_call_s(copy, device, budget_s)
+    )
 
 
-def _fastest_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
+def _min_call_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
     """Return the shortest time of the calls that fit into the budget, at least two: the first one
     is cold."""
     until_s, samples = time.perf_counter() + budget_s, 0

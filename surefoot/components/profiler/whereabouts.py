@@ -19,7 +19,7 @@ from surefoot.runtime.nested_tensors import find_tensors
 ROOT = "."  # the model itself
 
 
-class Whereabouts:
+class ModuleFollower:
     """A context that follows the modules of `model`; `now` is the name of the innermost running
     one, None between modules."""
 
@@ -35,7 +35,7 @@ class Whereabouts:
             self._handles.append(
                 module.register_forward_pre_hook(self._enter_of(name), with_kwargs=True)
             )
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            self._handles.append(module.register_forward_hook(self._exit_module, always_call=True))
         return self
 
     def __exit__(
@@ -67,7 +67,7 @@ class Whereabouts:
 
         return enter
 
-    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+    def _exit_module(self, module: nn.Module, args: Any, out: Any) -> None:
         """End a module's forward pass, and give it the autograd nodes between its inputs and
         outputs that no module has."""
         name, seen = self._running.pop()

@@ -108,7 +108,7 @@ class Guard:
     def _record_skip(self, report: StepReport, loss: float) -> GuardFault:
         self.num_skipped += 1
         self._skips_in_row += 1
-        detail = _what_is_wrong(report, loss)
+        detail = _describe_fault(report, loss)
         reason = None
         if not self._applied_before:
             reason = "before any update was applied"
@@ -222,7 +222,7 @@ class Guard:
             raise self._ending
 
 
-def _what_is_wrong(report: StepReport, loss: float) -> str:
+def _describe_fault(report: StepReport, loss: float) -> str:
     if not math.isfinite(loss):
         return f"the loss is {loss}"
     norm = report.gradient_norm

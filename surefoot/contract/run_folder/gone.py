@@ -38,8 +38,10 @@ def find_gone(run: Path, records: Sequence[Event] | None = None) -> list[Gone]:
     missing = [step for step in named if commits.find_folder(run, step) is None]
     if not missing:
         return []
-    removed, kept = removals.read(run), sorted(named)[-_least_kept(records) :]
-    return [_judge(run, step, named[step], removed, is_kept=step in kept) for step in missing]
+    removed, kept = removals.read(run), sorted(named)[-_min_num_kept(records) :]
+    return [
+        _explain_missing(run, step, named[step], removed, is_kept=step in kept) for step in missing
+    ]
 
 
 def find_named(records: Sequence[Event]) -> dict[int, int]:
@@ -66,7 +68,7 @@ def describe_lost(gone: Sequence[Gone], after: int) -> str:
     )
 
 
-def _judge(
+def _explain_missing(
     run: Path, step: int, generation: int, removed: Sequence[Removal], *, is_kept: bool
 ) -> Gone:
     """Return why one checkpoint is missing.
@@ -98,7 +100,7 @@ def _judge(
     )
 
 
-def _least_kept(records: Sequence[Event]) -> int:
+def _min_num_kept(records: Sequence[Event]) -> int:
     """Return how many of the newest checkpoints no retention of this run deletes, by its specs."""
     specs = [event.spec for event in records if isinstance(event, Started)]
     return min((_keep_of(spec.get("checkpoint")) for spec in specs), default=MIN_CHECKPOINTS)

@@ -75,7 +75,7 @@ def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
     return times_s
 
 
-def over_budget(
+def find_over_budget(
     run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int
 ) -> list[int]:
     """Return the oldest of `steps` to delete so that the remaining ones fit the budget.
@@ -122,7 +122,7 @@ def find_doomed(
     )
     if budget_bytes is not None:
         rest = [step for step in steps if step not in doomed]
-        doomed += over_budget(run, rest, ranked[:keep_best], budget_bytes)
+        doomed += find_over_budget(run, rest, ranked[:keep_best], budget_bytes)
     return sorted(doomed)
 
 

@@ -148,18 +148,18 @@ def describe(key: str, need: Need, read: Read, default: Read) -> tuple[str, str]
     why = f" ({need.why})" if need.why else ""
     ways = ", or ".join(each.way for each in need.any_of)
     return (
-        f"{key} = {_written(read(key))} has no effect {because}{why}",
+        f"{key} = {_format_value(read(key))} has no effect {because}{why}",
         f"leave {key} out, or {ways}",
     )
 
 
 def _state(key: str, read: Read, default: Read) -> str:
     value = read(key)
-    shown = f"without {key}" if value is None else f"with {key} = {_written(value)}"
+    shown = f"without {key}" if value is None else f"with {key} = {_format_value(value)}"
     return f"{shown}, its default" if value == default(key) and value is not None else shown
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return json.dumps(value, default=str)
 
 

@@ -69,7 +69,7 @@ class PrecisionTable(SpecTable):
     )
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if math.frexp(self.init_scale)[0] != 0.5:
             raise ValueError(
                 f"init_scale = {self.init_scale:g} is not a power of two; use one, for example "
@@ -127,7 +127,7 @@ class MemoryTable(SpecTable):
     )
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.offload == "optimizer" and self.update_in_backward:
             raise ValueError(
                 'offload = "optimizer" collects gradients on the host; leave offload out, '

@@ -54,7 +54,7 @@ class Formula:
     holds: Callable[[RunSpec], bool]
 
 
-def _of_update(name: str) -> Callable[[RunSpec], bool]:
+def _make_update_check(name: str) -> Callable[[RunSpec], bool]:
     return lambda spec: (
         name
         == (
@@ -65,11 +65,11 @@ def _of_update(name: str) -> Callable[[RunSpec], bool]:
     )
 
 
-def _of_curve(name: str) -> Callable[[RunSpec], bool]:
+def _make_curve_check(name: str) -> Callable[[RunSpec], bool]:
     return lambda spec: spec.schedule.name == name and not spec.schedule.sequence
 
 
-def _warms(spec: RunSpec) -> bool:
+def _has_warmup(spec: RunSpec) -> bool:
     schedule = spec.schedule
     return (
         not schedule.sequence
@@ -78,28 +78,31 @@ def _warms(spec: RunSpec) -> bool:
     )
 
 
-def _of_scaling(rule: str) -> Callable[[RunSpec], bool]:
+def _make_scaling_check(rule: str) -> Callable[[RunSpec], bool]:
     return lambda spec: spec.optim.reference_batch is not None and spec.optim.scaling == rule
 
 
-def _of_average(ramp: bool) -> Callable[[RunSpec], bool]:
+def _make_average_check(ramp: bool) -> Callable[[RunSpec], bool]:
     return lambda spec: spec.optim.ema is not None and spec.optim.ema_ramp is ramp
 
 
 FORMULAS: tuple[Formula, ...] = (
-    *(Formula("schedule.name", name, text, _of_curve(name)) for name, text in CURVES.items()),
-    Formula("schedule.warmup", "linear", WARMUP, _warms),
+    *(
+        Formula("schedule.name", name, text, _make_curve_check(name))
+        for name, text in CURVES.items()
+    ),
+    Formula("schedule.warmup", "linear", WARMUP, _has_warmup),
     Formula(
         "optim.reference_batch",
         "linear",
         "lr = lr * batch / reference_batch",
-        _of_scaling("linear"),
+        _make_scaling_check("linear"),
     ),
     Formula(
         "optim.reference_batch",
         "sqrt",
         "lr = lr * sqrt(batch / reference_batch)",
-        _of_scaling("sqrt"),
+        _make_scaling_check("sqrt"),
     ),
     Formula(
         "optim.clip",
@@ -113,18 +116,21 @@ FORMULAS: tuple[Formula, ...] = (
         "g = max(-clip_value, min(clip_value, g))",
         lambda spec: spec.optim.clip_value is not None,
     ),
-    *(Formula("optim.name", name, text, _of_update(name)) for name, text in UPDATES.items()),
+    *(
+        Formula("optim.name", name, text, _make_update_check(name))
+        for name, text in UPDATES.items()
+    ),
     Formula(
         "optim.ema",
         "a number",
         "d = min(ema, (1 + n) / (10 + n)); average = d * average + (1 - d) * w",
-        _of_average(ramp=True),
+        _make_average_check(ramp=True),
     ),
     Formula(
         "optim.ema",
         "a number, ema_ramp = false",
         "d = ema; average = d * average + (1 - d) * w",
-        _of_average(ramp=False),
+        _make_average_check(ramp=False),
     ),
 )
 

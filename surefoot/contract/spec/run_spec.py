@@ -126,7 +126,7 @@ class RunSpec(SpecTable):
             raise explain(error) from None
 
     @model_validator(mode="after")
-    def _together(self, info: ValidationInfo) -> Self:
+    def _check_combinations(self, info: ValidationInfo) -> Self:
         _check_effects(self, allowed=(info.context or {}).get(ALLOWED, ()))
         if self.memory.update_in_backward:
             _check_update_in_backward(self)

@@ -162,7 +162,7 @@ class OptimTable(SpecTable):
     )
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.clip_value is not None and self.clip:
             raise ValueError(
                 f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; "
@@ -246,7 +246,7 @@ class TrainTable(SpecTable):
     )
 
     @model_validator(mode="after")
-    def _together(self) -> Self:
+    def _check_combinations(self) -> Self:
         if self.microbatch is not None and self.batch % self.microbatch:
             legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
             raise ValueError(

@@ -92,7 +92,7 @@ def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
                 "down, or too slow"
             ),
         )
-    where = _where(rows[0])
+    where = _line_of(rows[0])
     return Hang(
         (),
         f"all {len(rows)} ranks are in {where}, but it does not end: "
@@ -115,7 +115,8 @@ def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
         apart = tuple(rank for rank, what in called.items() if what != most)
         apart = apart if 2 * count > len(called) else tuple(called)
         told = "; ".join(
-            f"rank {row.rank} called {_describe_collective(*called[row.rank])} and is {_place(row)}"
+            f"rank {row.rank} called {_describe_collective(*called[row.rank])} "
+            f"and is {_position_of(row)}"
             for row in rows
             if row.rank in apart
             or (
@@ -144,19 +145,19 @@ def _blame(rows: Sequence[RankSnapshot], every: Sequence[RankSnapshot], how: str
     waited = (
         ""
         if other is None
-        else f"rank {other.rank} waits in {_where(other)} for {other.record.waits_s or 0:.1f} s; "
+        else f"rank {other.rank} waits in {_line_of(other)} for {other.record.waits_s or 0:.1f} s; "
     )
     return Hang(tuple(row.rank for row in rows), f"{waited}{names} {how}: {_places(rows[:1])}")
 
 
 def _places(rows: Sequence[RankSnapshot]) -> str:
-    return "; ".join(f"rank {row.rank} is {_place(row)}" for row in rows)
+    return "; ".join(f"rank {row.rank} is {_position_of(row)}" for row in rows)
 
 
-def _place(row: RankSnapshot) -> str:
+def _position_of(row: RankSnapshot) -> str:
     parts = [f"in step {row.record.step}"]
     if row.record.waits_s is not None:
-        parts.append(f"in {_where(row)}")
+        parts.append(f"in {_line_of(row)}")
     elif row.record.microbatch >= 0:
         parts.append(f"microbatch {row.record.microbatch}")
     if row.file:
@@ -180,7 +181,7 @@ def _describe_collective(kind: Kind, num_bytes: int) -> str:
     return kind.words if num_bytes < 0 else f"{kind.words} of {num_bytes:,} bytes"
 
 
-def _where(row: RankSnapshot) -> str:
+def _line_of(row: RankSnapshot) -> str:
     return (
         f"{row.record.kind.words} of {row.record.num_bytes:,} bytes (collective {row.record.count})"
     )

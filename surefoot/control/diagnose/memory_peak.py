@@ -158,7 +158,7 @@ def find_memory_use(
     if verdict == "tight":
         found = _shrink(started, peak, shape, measured, spec_file)
     elif verdict == "roomy":
-        found = _grow(started, peak, TIGHT * limit, shape, measured, spec_file)
+        found = _suggest_larger(started, peak, TIGHT * limit, shape, measured, spec_file)
     return MemoryUse(
         peak_bytes=peak,
         limit_bytes=limit,
@@ -179,7 +179,7 @@ def _shrink(
     spec = _spec(started)
     batch, microbatch = _sizes(spec)
     there = [each for each in measured if each.split is None or each.split[0] == batch]
-    better = [_as_measured(each, _before(spec, peak, measured, each)) for each in there]
+    better = [_as_measured(each, _find_peak_before(spec, peak, measured, each)) for each in there]
     yield from sorted(
         (each for each in better if (each.saved_bytes or 0.0) > 0),
         key=lambda each: -(each.saved_bytes or 0.0),
@@ -188,7 +188,7 @@ def _shrink(
         ("memory.activation_checkpointing", "full", 1.0),
         (
             "train.microbatch",
-            part := _half(batch, microbatch),
+            part := _halve_microbatch(batch, microbatch),
             1 - part / microbatch if part and microbatch else 0.5,
         ),
         ("precision.compute", "bf16", 0.5),
@@ -197,12 +197,12 @@ def _shrink(
             key == "train.microbatch"
             and any(each.split is not None and each.split[1] < (microbatch or 0) for each in there)
         )
-        if not is_measured and _helps(started, spec, key, value):
+        if not is_measured and _saves_memory(started, spec, key, value):
             saved = None if shape is None else share * shape.activation_bytes
             yield _as_predicted(started, f"{key}={value}", saved, spec_file)
 
 
-def _grow(
+def _suggest_larger(
     started: Started,
     peak: float,
     most: float,
@@ -225,10 +225,10 @@ def _grow(
     twice = None if batch is None else 2 * batch
     if fitting:
         best = max(fitting, key=lambda each: each.split or (0, 0))
-        yield _as_measured(best, _before(spec, peak, measured, best))
-    elif not any(each.split is not None and each.split[0] == twice for each in larger) and _accepts(
-        spec, "train.batch", twice
-    ):
+        yield _as_measured(best, _find_peak_before(spec, peak, measured, best))
+    elif not any(
+        each.split is not None and each.split[0] == twice for each in larger
+    ) and _is_valid(spec, "train.batch", twice):
         yield _as_predicted(
             started,
             f"train.batch={twice}",
@@ -244,20 +244,20 @@ def _grow(
     yield Remedy(change="a larger model", saved_bytes=None, known=known)
 
 
-def _helps(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool:
+def _saves_memory(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool:
     """Return whether the change saves memory in this run and is valid in its spec."""
     if key == "precision.compute":
-        return started.precision.get("compute") in ("fp32", "tf32") and _accepts(spec, key, value)
+        return started.precision.get("compute") in ("fp32", "tf32") and _is_valid(spec, key, value)
     if (
         key == "memory.activation_checkpointing"
         and spec is not None
         and spec.memory.activation_checkpointing not in ("none", "operators")
     ):
         return False
-    return (value is not None or spec is None) and _accepts(spec, key, value)
+    return (value is not None or spec is None) and _is_valid(spec, key, value)
 
 
-def _accepts(spec: RunSpec | None, key: str, value: Any) -> bool:
+def _is_valid(spec: RunSpec | None, key: str, value: Any) -> bool:
     """Return whether the spec is valid with that value; True for a run without a spec."""
     if spec is None:
         return True
@@ -274,7 +274,7 @@ def _accepts(spec: RunSpec | None, key: str, value: Any) -> bool:
     return True
 
 
-def _half(batch: int | None, microbatch: int | None) -> int | None:
+def _halve_microbatch(batch: int | None, microbatch: int | None) -> int | None:
     """Return the largest divisor of the batch up to half the microbatch, or None."""
     if batch is None or microbatch is None:
         return None
@@ -316,7 +316,7 @@ def _as_measured(found: MeasuredMemory, before: float) -> Remedy:
     )
 
 
-def _before(
+def _find_peak_before(
     spec: RunSpec | None, peak: float, measured: Sequence[MeasuredMemory], found: MeasuredMemory
 ) -> float:
     """Return the peak that a measured change is compared with.

@@ -101,7 +101,7 @@ def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
     """
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
     # the last evaluation and checkpoint come after the last record of steps
-    whole = _whole(attempt)
+    whole = _phases_of_attempt(attempt)
     sums = {
         name: number_of(whole.get(name))
         if whole
@@ -111,7 +111,7 @@ def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
     return sums if sum(sums.values()) > 0 else {}
 
 
-def _whole(attempt: Sequence[Event]) -> Mapping[str, Any]:
+def _phases_of_attempt(attempt: Sequence[Event]) -> Mapping[str, Any]:
     """Return the phases of a whole attempt as its end record holds them; empty without one."""
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
     phases = ended.summary.get("phases") if ended is not None else None
@@ -145,7 +145,7 @@ def find_phases(events: Iterable[Event]) -> Phases | None:
     return Phases(
         phases=told,
         total_s=total_s,
-        wall_s=ended.elapsed_s if ended is not None and _whole(attempt) else None,
+        wall_s=ended.elapsed_s if ended is not None and _phases_of_attempt(attempt) else None,
         num_steps=sum(event.num_steps for event in steps),
         step=_spread(every),
         outliers=tuple(sorted(outliers, key=lambda row: -row["elapsed_s"])[:MAX_OUTLIERS]),

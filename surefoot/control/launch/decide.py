@@ -163,7 +163,7 @@ def decide(
     less = replace(
         after, out={**course.out, place: num_commits + wait}, waits={**course.waits, place: wait}
     )
-    if len(_there(rules, less)) < rules.numbers[0]:
+    if len(_find_usable_slots(rules, less)) < rules.numbers[0]:
         return Decision(Choice.RETRY), after
     again = (
         "has failed again" if place in course.waits else f"has failed {after.streak} times in a row"
@@ -175,7 +175,7 @@ def decide(
 
 def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
     """Return the slots that get a rank: as many as allowed, those never left out first."""
-    there = _there(rules, course)
+    there = _find_usable_slots(rules, course)
     number = max((each for each in rules.numbers if each <= len(there)), default=rules.numbers[0])
     return tuple(sorted(sorted(there, key=lambda each: (each in course.waits, each))[:number]))
 
@@ -189,7 +189,7 @@ def can_grow(
     return len(choose(rules, replace(course, num_commits=num_commits))) > len(places)
 
 
-def _there(rules: Rules, course: RestartHistory) -> list[int]:
+def _find_usable_slots(rules: Rules, course: RestartHistory) -> list[int]:
     return [each for each in range(rules.places) if course.out.get(each, 0) <= course.num_commits]
 
 

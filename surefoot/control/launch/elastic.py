@@ -58,7 +58,7 @@ class Commits:
         self.newest = max(steps, default=0)
 
     @contextlib.contextmanager
-    def counting(self) -> Iterator[None]:
+    def count_in_background(self) -> Iterator[None]:
         """Count in a thread: a disk that does not answer must not delay watching the ranks."""
         over = threading.Event()
 
@@ -95,15 +95,15 @@ class Places:
             self._rules, self._course, self.now, self._commits.count
         )
 
-    def watching_for_growth(self) -> contextlib.AbstractContextManager[None]:
+    def watch_for_growth(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that counts checkpoints, if a slot that was left out waits for them."""
         return (
-            self._commits.counting()
+            self._commits.count_in_background()
             if self._run is not None and self._course.out
             else contextlib.nullcontext()
         )
 
-    def say_more(self) -> None:
+    def log_growth(self) -> None:
         """Log that all ranks save and end, to restart as more ranks."""
         found = choose(self._rules, replace(self._course, num_commits=self._commits.count))
         self._say(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from surefoot.core import place
-from surefoot.core.process.signals import dying_with, process_control
+from surefoot.core.process.signals import make_parent_death_hook, process_control
 
 # exit status of a rank whose fork server has died: it was killed with it
 LOST = -int(signal.SIGKILL)
@@ -29,7 +29,7 @@ MAX_BYTES = 1 << 16
 ANSWER_S = 20.0
 
 
-class Forked:
+class ForkedRank:
     """A forked rank, with the interface of `subprocess.Popen` that the supervisor uses."""
 
     def __init__(
@@ -42,14 +42,14 @@ class Forked:
         self._end, self._end_of_server = os.pidfd_open(pid), os.pidfd_open(server)
 
     def poll(self) -> int | None:
-        return self._ended(0)
+        return self._wait_for_exit(0)
 
     def wait(self) -> int:
-        code = self._ended(None)
+        code = self._wait_for_exit(None)
         assert code is not None
         return code
 
-    def _ended(self, within_ms: int | None) -> int | None:
+    def _wait_for_exit(self, within_ms: int | None) -> int | None:
         if self.returncode is None:
             ready = wait_for((self._end, self._end_of_server), within_ms)
             is_lost = self._end_of_server in ready  # the exit code of the rank is unknown
@@ -108,7 +108,7 @@ class ForkServer:
             threads: compute threads of the rank, unless the environment sets them.
 
         Returns:
-            A `Forked`, or a `subprocess.Popen` where forking is not possible.
+            A `ForkedRank`, or a `subprocess.Popen` where forking is not possible.
         """
         if self._can_fork and (
             self._process is None or self._threads != threads or self._process.poll() is not None
@@ -144,18 +144,18 @@ class ForkServer:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
                 env=place.child_environment(threads=threads) | {place.FORKS: str(theirs.fileno())},
-                preexec_fn=dying_with(os.getpid()),
+                preexec_fn=make_parent_death_hook(os.getpid()),
             )
         self._threads = threads
         try:
-            self._can_fork = bool(self._answer()["fit"])
+            self._can_fork = bool(self._read_answer()["fit"])
             self._link.settimeout(ANSWER_S)
         except (OSError, ValueError):
             self._can_fork = False
         if not self._can_fork:
             self.close()
 
-    def _answer(self) -> dict[str, Any]:
+    def _read_answer(self) -> dict[str, Any]:
         """Read one answer of the server.
 
         Raises ValueError where the server has ended without one.
@@ -165,7 +165,7 @@ class ForkServer:
 
     def _fork(
         self, variables: Mapping[str, str], passed: Mapping[str, int], speaks: bool
-    ) -> Forked:
+    ) -> ForkedRank:
         request = {"variables": dict(variables), "passed": list(passed), "speaks": speaks}
         with contextlib.ExitStack() as stack:
             stderr, given = None, list(passed.values())
@@ -175,12 +175,14 @@ class ForkServer:
                 stderr, given = os.fdopen(reads, "rb", buffering=0), [*given, writes]
             socket.send_fds(self._link, [json.dumps(request).encode()], given)
             assert self._process is not None
-            return Forked(int(self._answer()["pid"]), self._process.pid, self._status, stderr)
+            return ForkedRank(
+                int(self._read_answer()["pid"]), self._process.pid, self._status, stderr
+            )
 
     def _status(self, pid: int) -> int:
         try:
             self._link.send(json.dumps({"wait": pid}).encode())
-            return int(self._answer()["status"])
+            return int(self._read_answer()["status"])
         except (OSError, ValueError):
             self.close()  # ends all ranks too: a late answer would belong to another request
             return LOST
@@ -203,7 +205,7 @@ class ForkServer:
             env=place.child_environment(threads=threads)
             | dict(variables)
             | {name: str(number) for name, number in passed.items()},
-            preexec_fn=dying_with(os.getpid()),
+            preexec_fn=make_parent_death_hook(os.getpid()),
         )
 
 

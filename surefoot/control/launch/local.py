@@ -22,8 +22,14 @@ from pathlib import Path
 from surefoot.contract import events
 from surefoot.control.launch.decide import ExitKind, RankFailure, Rules, read_code
 from surefoot.control.launch.elastic import AttemptEnd, Places
-from surefoot.control.launch.forks import Forked, ForkServer
-from surefoot.control.launch.looking import Judge, RankFiles, look, with_last_stacks, with_stacks
+from surefoot.control.launch.forks import ForkedRank, ForkServer
+from surefoot.control.launch.looking import (
+    Judge,
+    RankFiles,
+    snapshot_ranks,
+    with_last_stacks,
+    with_stacks,
+)
 from surefoot.control.launch.peers import Peer
 from surefoot.core import flight, place
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
@@ -54,7 +60,7 @@ class RankProcess:
     """
 
     number: int
-    process: subprocess.Popen[bytes] | Forked | Peer
+    process: subprocess.Popen[bytes] | ForkedRank | Peer
     said: list[str] = field(default_factory=list)
     part: bytes = b""
     code: int | None = None
@@ -96,7 +102,7 @@ def launch(
     if num_ranks < 1 or max_restarts < 0:
         raise InputError(
             f"--ranks is {num_ranks} and --max-restarts {max_restarts}",
-            hint="use one rank or more, and no restart or more",
+            hint="use at least 1 rank, and 0 or more restarts",
         )
     place.check_launcher()
     if place.here().world_size > 1:
@@ -140,7 +146,7 @@ def _attempt(
             if hasattr(signal, name):
                 number = getattr(signal, name)
                 stack.callback(
-                    signals.listen(number, functools.partial(_tell, ranks, number, asked))
+                    signals.listen(number, functools.partial(_forward_signal, ranks, number, asked))
                 )
         told = [RankFiles.make(rank) for rank in range(num_ranks)]
         for each in told:
@@ -153,10 +159,10 @@ def _attempt(
         meeting.close()
         if asked:  # a signal came before all ranks could receive it: nothing has started
             return AttemptEnd(128 + asked[0], is_asked=True)
-        with places.watching_for_growth():
+        with places.watch_for_growth():
             hung, is_recalled = _watch(ranks, say, judge, told, places)
-        seen = with_last_stacks(look(dict.fromkeys(range(num_ranks), 0), told), told)
-    end = _judge(ranks, say, judge, seen) if hung is None else AttemptEnd(LOST, hung)
+        seen = with_last_stacks(snapshot_ranks(dict.fromkeys(range(num_ranks), 0), told), told)
+    end = _report_end(ranks, say, judge, seen) if hung is None else AttemptEnd(LOST, hung)
     end = _name_memory(end, memory_limits.count_kills() - num_kills, say, places)
     fault = end.fault
     if fault is not None and fault.place is not None:
@@ -219,7 +225,7 @@ def _start(
     )
 
 
-def _tell(ranks: Sequence[RankProcess], number: int, asked: list[int]) -> None:
+def _forward_signal(ranks: Sequence[RankProcess], number: int, asked: list[int]) -> None:
     """Forward a signal to every rank, and note it in `asked` if it ends them.
 
     Only SIGUSR1, which requests a checkpoint, does not.
@@ -269,22 +275,22 @@ def _watch(
                 hung = hung or end_if_stalled(ranks, say, judge, told)
                 if hung is None and not is_recalled and places.can_grow():
                     is_recalled = True
-                    places.say_more()
-                    _recall(ranks, told)
+                    places.log_growth()
+                    _request_restart(ranks, told)
         for each in ranks:
             while _read(each, say):
                 pass
     return hung, is_recalled
 
 
-def _recall(ranks: Sequence[RankProcess], told: Sequence[RankFiles]) -> None:
+def _request_restart(ranks: Sequence[RankProcess], told: Sequence[RankFiles]) -> None:
     """Make all ranks save and end after the same step, to be restarted.
 
     They end as on SIGTERM, and know that it is not the end of the run.
     """
     for each in told:
-        flight.recall(each.flight)
-    _tell(ranks, signal.SIGTERM, [])
+        flight.request_restart(each.flight)
+    _forward_signal(ranks, signal.SIGTERM, [])
 
 
 def end_if_stalled(
@@ -295,7 +301,7 @@ def end_if_stalled(
 ) -> RankFailure | None:
     """Report the rank that blocks the others and kill all ranks; None where no rank does."""
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
-    rows = look(pids, told)
+    rows = snapshot_ranks(pids, told)
     if len(rows) < 2 or not judge.is_stalled(rows):
         return None
     rows = with_stacks(rows, pids, told)
@@ -356,7 +362,7 @@ def _end_all(ranks: Sequence[RankProcess]) -> None:
         each.process.wait()
 
 
-def _judge(
+def _report_end(
     ranks: Sequence[RankProcess],
     say: Callable[[str], None],
     judge: Judge,
@@ -390,7 +396,7 @@ def _judge(
     elif first.number:
         say(f"error: rank {first.number} of {len(ranks)} ended with exit code {code}")
     if first.code == LOST or (first.code < 0 and -first.code not in ENDED):
-        _tell_apart(ranks, first, say, judge.tell_apart(seen))
+        _print_other_ranks(ranks, first, say, judge.tell_apart(seen))
     if first.code < 0:
         say(f"hint: {judge.hint}")
     how = read_code(first.code)
@@ -406,7 +412,7 @@ def _judge(
     )
 
 
-def _tell_apart(
+def _print_other_ranks(
     ranks: Sequence[RankProcess], first: RankProcess, say: Callable[[str], None], words: str
 ) -> None:
     """Print what the ranks did when one failed, and the first error of each other rank."""

@@ -60,7 +60,7 @@ class RankFiles(NamedTuple):
             os.close(each)
 
 
-def look(pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
+def snapshot_ranks(pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
     """Return the current state of every rank; `pids` maps a rank to its process id."""
     return [
         RankSnapshot(rank, flight.read(told[rank].flight), state_of(pid))

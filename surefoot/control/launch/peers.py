@@ -34,13 +34,13 @@ class Peer:
 
     def poll(self) -> int | None:
         """Return 0 once the process has ended, whatever its exit code; None before."""
-        return self._ended(0)
+        return self._wait_for_exit(0)
 
     def wait(self) -> int:
         """Wait until the process has ended, and kill it after `ENDS_S` seconds."""
-        if self._ended(int(1000 * ENDS_S)) is None:
+        if self._wait_for_exit(int(1000 * ENDS_S)) is None:
             self.send_signal(signal.SIGKILL)
-        code = self._ended(None)
+        code = self._wait_for_exit(None)
         assert code is not None
         return code
 
@@ -52,5 +52,5 @@ class Peer:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._end, number)
 
-    def _ended(self, within_ms: int | None) -> int | None:
+    def _wait_for_exit(self, within_ms: int | None) -> int | None:
         return 0 if wait_for((self._end,), within_ms) else None

@@ -44,9 +44,9 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
         (
             "Gradient norm",
             "norm before clipping",
-            list(_of_steps(runs, lambda step: step.gradient_norm)),
+            list(_step_curves(runs, lambda step: step.gradient_norm)),
         ),
-        ("Throughput", "samples/s", list(_of_steps(runs, lambda step: step.samples_per_s))),
+        ("Throughput", "samples/s", list(_step_curves(runs, lambda step: step.samples_per_s))),
     )
     return [
         figure
@@ -57,7 +57,7 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
 
 def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | None:
     """Draw curves in one pair of axes; None where there is nothing to draw."""
-    lines = [replace(line, points=_within(line.points)) for line in lines]
+    lines = [replace(line, points=_mask_out_of_range(line.points)) for line in lines]
     lines = [line for line in lines if any(is_drawn(y) for _, y in line.points)]
     values = [y for line in lines for _, y in line.points]
     positive = [y for y in values if y is not None and 0 < y < math.inf]
@@ -91,7 +91,7 @@ def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | No
     )
 
 
-def _within(points: Sequence[Point]) -> list[Point]:
+def _mask_out_of_range(points: Sequence[Point]) -> list[Point]:
     """Replace values beyond the range of an axis by NaN, since the log is untrusted input."""
     return [(x, y if y is None or abs(y) < LARGEST else math.nan) for x, y in points]
 
@@ -100,7 +100,7 @@ def _marks(frame: Frame, line: PlottedCurve) -> Iterator[Mark]:
     for x, y in line.points:
         if is_drawn(y):
             tooltip = f"{line.label}: {format_number(y)} at step {x:,.0f}"
-            yield Mark(x=frame.across(x), y=frame.up(y), shape=line.style, tooltip=tooltip)
+            yield Mark(x=frame.x_of(x), y=frame.y_of(y), shape=line.style, tooltip=tooltip)
 
 
 def _best(lines: Sequence[PlottedCurve]) -> Iterator[str]:
@@ -183,7 +183,7 @@ def _rates(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
         yield PlottedCurve(style=index, label=label, points=points)
 
 
-def _of_steps(
+def _step_curves(
     runs: Sequence[RunRows], value: Callable[[Step], float | None]
 ) -> Iterator[PlottedCurve]:
     for index, run in enumerate(runs):

@@ -108,10 +108,10 @@ class Frame:
     top: float = 26
     bottom: float = 40
 
-    def across(self, value: float) -> float:
+    def x_of(self, value: float) -> float:
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
-    def up(self, value: float) -> float:
+    def y_of(self, value: float) -> float:
         """Return the y coordinate of a value; a value outside the axis is drawn at its edge."""
         share = (
             0.0 if self.y.log and value <= self.y.low else min(max(self.y.share(value), 0.0), 1.0)
@@ -121,7 +121,9 @@ class Frame:
     def grid(self) -> list[Path]:
         """Return the two axes, and a thin line at each tick of the vertical one."""
         left, right, bottom = self.left, self.width - self.right, self.height - self.bottom
-        rows = "".join(f"M{left:.1f} {self.up(value):.1f}H{right:.1f}" for value in self.y.ticks(5))
+        rows = "".join(
+            f"M{left:.1f} {self.y_of(value):.1f}H{right:.1f}" for value in self.y.ticks(5)
+        )
         return [
             Path(d=rows, style="grid"),
             Path(d=f"M{left} {self.top}V{bottom}", style="axis"),
@@ -131,7 +133,7 @@ class Frame:
     def x_axis(self) -> Path:
         """Return the horizontal axis with its ticks."""
         right, bottom = self.width - self.right, self.height - self.bottom
-        ticks = "".join(f"M{self.across(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
+        ticks = "".join(f"M{self.x_of(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
         return Path(d=f"M{self.left} {bottom}H{right}{ticks}", style="axis")
 
     def x_labels(self, title: str) -> list[Words]:
@@ -139,7 +141,7 @@ class Frame:
         y, right = self.height - self.bottom + 17, self.width - self.right
         return [
             *(
-                Words(x=self.across(value), y=y, text=format_number(value), anchor="middle")
+                Words(x=self.x_of(value), y=y, text=format_number(value), anchor="middle")
                 for value in self.x.ticks(5)
             ),
             Words(x=right, y=self.height - 6, text=title, anchor="end", style="title"),
@@ -148,7 +150,7 @@ class Frame:
     def labels(self, x_title: str, y_title: str) -> list[Words]:
         """Return the tick labels and the titles of both axes."""
         rows = [
-            Words(x=self.left - 6, y=self.up(value) + 4, text=format_number(value), anchor="end")
+            Words(x=self.left - 6, y=self.y_of(value) + 4, text=format_number(value), anchor="end")
             for value in self.y.ticks(5)
         ]
         return [*rows, *self.x_labels(x_title), Words(x=2, y=13, text=y_title, style="title")]
@@ -164,7 +166,7 @@ class Frame:
             if y is None or not math.isfinite(y):
                 is_open = False
                 continue
-            place = f"{self.across(x):.1f} {self.up(y):.1f}"
+            place = f"{self.x_of(x):.1f} {self.y_of(y):.1f}"
             parts.append(f"L{place}" if is_open else f"M{place}h0")
             is_open = True
         return "".join(parts)

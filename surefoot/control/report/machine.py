@@ -18,7 +18,7 @@ from surefoot.control.report.figure import (
 )
 from surefoot.control.report.rows import MemoryRows, Profile, Roofline, RooflinePoint, TableRows
 from surefoot.core.axis import Axis, find_axis
-from surefoot.core.cost.roofline import giga
+from surefoot.core.cost.roofline import format_giga
 from surefoot.core.units import (
     UNKNOWN,
     format_bytes,
@@ -69,14 +69,14 @@ def draw_roofline(found: Roofline) -> Figure | None:
         ],
         marks=[
             Mark(
-                x=frame.across(intensity),
-                y=frame.up(rate),
+                x=frame.x_of(intensity),
+                y=frame.y_of(rate),
                 shape=KINDS.index(each.kind) if each.kind in KINDS else 2,
-                tooltip=_tell(each),
+                tooltip=_describe_point(each),
             )
             for each, intensity, rate in shown
         ],
-        words=[*frame.labels("FLOP per byte (log)", "GFLOP/s (log)"), *_named(frame, named)],
+        words=[*frame.labels("FLOP per byte (log)", "GFLOP/s (log)"), *_label_points(frame, named)],
         legend=[
             Key(style=index % NUM_STYLES, label=f"{name}, {format_number(peak)} GFLOP/s")
             for index, (name, peak) in enumerate(roofs.items())
@@ -122,11 +122,13 @@ def _roof(frame: Frame, peak: float, bandwidth: float | None) -> str:
     return frame.line(corners)
 
 
-def _named(frame: Frame, points: Sequence[tuple[RooflinePoint, float, float]]) -> Iterator[Words]:
+def _label_points(
+    frame: Frame, points: Sequence[tuple[RooflinePoint, float, float]]
+) -> Iterator[Words]:
     """Yield names beside their markers; a name that would overlap another is left out."""
     taken: list[tuple[float, float, float]] = []
     for point, intensity, rate in points:
-        across, up = frame.across(intensity), frame.up(rate)
+        across, up = frame.x_of(intensity), frame.y_of(rate)
         text, is_right = cut(point.name, 22), across > frame.width * 0.6
         first = across - 8 - LETTER * len(text) if is_right else across + 8
         last = first + LETTER * len(text)
@@ -143,7 +145,7 @@ def _named(frame: Frame, points: Sequence[tuple[RooflinePoint, float, float]]) -
             )
 
 
-def _tell(point: RooflinePoint) -> str:
+def _describe_point(point: RooflinePoint) -> str:
     intensity, rate = _position(point)
     return (
         f"{point.name}: {format_count(intensity)} FLOP per byte, {format_number(rate)} GFLOP/s, "
@@ -194,7 +196,9 @@ def table_of_points(found: Roofline) -> TableRows | None:
 
 def describe_roofline(found: Roofline) -> list[tuple[str, str]]:
     """Return the peaks of the device and the utilization of the step, in words."""
-    peaks = ", ".join(f"{name} {giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items())
+    peaks = ", ".join(
+        f"{name} {format_giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items()
+    )
     bandwidth = UNKNOWN if found.bytes_per_s is None else f"{format_bytes(found.bytes_per_s)}/s"
     return [
         ("device", found.device),
@@ -277,13 +281,13 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
         if values[thickest] / top * frame.height > 20:
             middle = (below[thickest] + above[thickest]) / 2 / MIB
             place = min(
-                max(frame.across(memory.times_s[thickest]), frame.left + 10),
+                max(frame.x_of(memory.times_s[thickest]), frame.left + 10),
                 frame.width - frame.right - 10,
             )
             words.append(
                 Words(
                     x=place,
-                    y=frame.up(middle) + 4,
+                    y=frame.y_of(middle) + 4,
                     text=letters[name],
                     anchor="middle",
                     style="inside",
@@ -316,9 +320,9 @@ def _steps(
     frame: Frame, times: Sequence[float], columns: Sequence[int], values: Sequence[float]
 ) -> list[str]:
     """Return the corners of a step function: each value holds until the next time."""
-    x = [f"{frame.across(times[at]):.1f}" for at in columns]
-    y = [f"{frame.up(values[at] / MIB):.1f}" for at in columns]
-    ends = [*x[1:], f"{frame.across(times[-1]):.1f}"]
+    x = [f"{frame.x_of(times[at]):.1f}" for at in columns]
+    y = [f"{frame.y_of(values[at] / MIB):.1f}" for at in columns]
+    ends = [*x[1:], f"{frame.x_of(times[-1]):.1f}"]
     return [
         f"{place} {height}"
         for first, last, height in zip(x, ends, y, strict=True)

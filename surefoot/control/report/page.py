@@ -15,7 +15,7 @@ from typing import Any
 from surefoot.control.report import curves, machine, rungs, spent
 from surefoot.control.report.figure import Figure, Whole
 from surefoot.control.report.rows import Flame, Pairs, ReportPage, RunRows, TableRows
-from surefoot.core.errors import needing
+from surefoot.core.errors import require_package
 from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
 
 MAX_TEXT = 300  # characters of one name or cell
@@ -47,13 +47,13 @@ class Section:
 
 def render(report: ReportPage) -> str:
     """Return the whole HTML file. Raises MissingExtra without jinja2."""
-    with needing("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
+    with require_package("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
         import jinja2
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=harmless,
+        finalize=sanitize,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -71,12 +71,12 @@ def render(report: ReportPage) -> str:
     )
 
 
-def harmless(value: Any) -> Any:
+def sanitize(value: Any) -> Any:
     """Return text without control characters (direction marks among them), at most `MAX_TEXT` long.
 
     Other values are returned unchanged.
 
-    >>> harmless("exp\\u202egpj.exe"), harmless("x" * 10_000)[-20:]
+    >>> sanitize("exp\\u202egpj.exe"), sanitize("x" * 10_000)[-20:]
     ('exp?gpj.exe', '... (10,000 letters)')
     """
     if (
@@ -124,7 +124,7 @@ def _sections(report: ReportPage) -> Iterator[Section]:
         parts = [part for run in runs for part in make(run, run.name if len(runs) > 1 else "")]
         yield Section(anchor=anchor, title=title, parts=parts)
     yield Section(anchor="profile", title="Profile", parts=list(_profile_notes(runs)))
-    yield Section(anchor="saves", title="Checkpoints and faults", parts=list(_saves(runs)))
+    yield Section(anchor="saves", title="Checkpoints and faults", parts=list(_describe_saves(runs)))
     yield Section(
         anchor="environment",
         title="Environment",
@@ -157,7 +157,7 @@ def _summary(report: ReportPage) -> Iterator[PagePart]:
 
 def _comparison_table(runs: Sequence[RunRows], what: str) -> TableRows:
     """Return a table with a row for each name and a column for each run."""
-    columns = [dict(_merged(getattr(run, what))) for run in runs]
+    columns = [dict(_merge_pairs(getattr(run, what))) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     headers = ["", *(run.name for run in runs)] if len(runs) > 1 else ()
     return TableRows(
@@ -166,7 +166,7 @@ def _comparison_table(runs: Sequence[RunRows], what: str) -> TableRows:
     )
 
 
-def _merged(pairs: Pairs) -> Iterator[tuple[str, str]]:
+def _merge_pairs(pairs: Pairs) -> Iterator[tuple[str, str]]:
     """Yield the pairs; a pair without a name is appended to the pair before it."""
     merged: dict[str, str] = {}
     last = ""
@@ -261,7 +261,7 @@ def _profile_notes(runs: Sequence[RunRows]) -> Iterator[PagePart]:
         yield PagePart(notes=notes)
 
 
-def _saves(runs: Sequence[RunRows]) -> Iterator[PagePart]:
+def _describe_saves(runs: Sequence[RunRows]) -> Iterator[PagePart]:
     figure = spent.draw_history(runs)
     if figure is not None:
         yield PagePart(figures=[figure])

@@ -96,17 +96,17 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
     frame = Frame(
         x=x, y=Axis(0, 1), width=WIDTH, height=height, left=LEFT, right=RIGHT, top=20, bottom=46
     )
-    equal = f"M{frame.across(1.0):.1f} {frame.top - 8}V{height - frame.bottom}"
+    equal = f"M{frame.x_of(1.0):.1f} {frame.top - 8}V{height - frame.bottom}"
     marks, words, boxes = [], frame.x_labels("time ratio: left of 1 is faster"), []
     for row, rung in enumerate(drawn):
         middle, ratio = frame.top + row * ROW + ROW / 2, rung.time
-        place = frame.across(ratio.estimate or 0.0)
+        place = frame.x_of(ratio.estimate or 0.0)
         words += [
             Words(x=LEFT - 8, y=middle + 4, text=cut(rung.name, 22), anchor="end"),
             Words(x=WIDTH - RIGHT + 8, y=middle + 4, text=verdict(rung), style="title"),
         ]
         low, high = (
-            frame.across(min(max(v, x.low), x.high)) if v is not None else place
+            frame.x_of(min(max(v, x.low), x.high)) if v is not None else place
             for v in (ratio.low, ratio.high)
         )
         boxes.append(

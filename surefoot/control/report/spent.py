@@ -185,7 +185,7 @@ def draw_history(runs: Sequence[RunRows]) -> Figure | None:
         ]
         events += [(each.step, FAULTED, f"{each.fault}: {each.detail}") for each in run.faults]
         marks += [
-            Mark(x=frame.across(step), y=middle, shape=shape, tooltip=f"step {step:,}: {event}")
+            Mark(x=frame.x_of(step), y=middle, shape=shape, tooltip=f"step {step:,}: {event}")
             for step, shape, event in events
         ]
     legend = [

@@ -164,10 +164,10 @@ def fusible_share(points: Iterable[Point]) -> float | None:
     )
 
 
-def giga(value: float | None) -> str:
+def format_giga(value: float | None) -> str:
     """Return a number in units of 10^9, as tables of FLOP/s and bytes/s show it.
 
-    >>> giga(9.5e10), giga(None)
+    >>> format_giga(9.5e10), format_giga(None)
     ('95', 'n/a')
     """
     return format_number(None if value is None else value / 1e9)
@@ -200,10 +200,10 @@ class Utilisation:
         '10 % = 0.002 GFLOP a sample x 5000 samples/s / 100 GFLOP/s (fp32, measured)'
         """
         terms = (
-            f"{giga(self.flops_per_sample)} GFLOP a sample x {format_number(samples_per_s)} "
+            f"{format_giga(self.flops_per_sample)} GFLOP a sample x {format_number(samples_per_s)} "
             "samples/s"
         )
-        peak = f"{giga(self.peak_flops_per_s)} GFLOP/s ({self.dtype}, {self.source})"
+        peak = f"{format_giga(self.peak_flops_per_s)} GFLOP/s ({self.dtype}, {self.source})"
         return f"{format_percent(self.share(samples_per_s))} = {terms} / {peak}"
 
 

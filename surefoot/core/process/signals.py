@@ -46,14 +46,14 @@ _before: dict[int, Any] = {}  # what each signal did before this process first s
 _forking = threading.local()  # the signals that a forking thread had blocked before
 
 
-def _hold_back() -> None:
+def _block_sigterm() -> None:
     """Block SIGTERM during a fork, so that none is lost before the child restores its handler."""
     _forking.blocked = (
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if _before else None
     )
 
 
-def _let_through() -> None:
+def _unblock_sigterm() -> None:
     if _forking.blocked is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, _forking.blocked)
 
@@ -67,12 +67,12 @@ def _leave_to_child() -> None:
     _before.clear()
     if before is not None:
         signal.signal(signal.SIGTERM, before)
-    _let_through()
+    _unblock_sigterm()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_hold_back, after_in_parent=_let_through, after_in_child=_leave_to_child
+        before=_block_sigterm, after_in_parent=_unblock_sigterm, after_in_child=_leave_to_child
     )
 
 
@@ -131,7 +131,7 @@ def listen(
 
 
 @contextlib.contextmanager
-def ending_by_signal() -> Iterator[None]:
+def exit_on_signal() -> Iterator[None]:
     """Raise SystemExit in the block on an ending signal, except Ctrl-C.
 
     Processes and folders that the block made are thus cleaned up.
@@ -154,7 +154,7 @@ def process_control() -> Any:
     return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
-def dying_with(parent: int) -> Callable[[], None]:
+def make_parent_death_hook(parent: int) -> Callable[[], None]:
     """Return a function for a new process to call first, so that it dies with its parent.
 
     The kernel kills the process when `parent` ends; the function kills it at once if that has

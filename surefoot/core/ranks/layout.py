@@ -100,14 +100,14 @@ def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) 
     if world_size % shard:
         legal = [str(each) for each in range(1, world_size + 1) if world_size % each == 0]
         raise SpecError(
-            f"layout.shard is {shard}, and {are}",
+            f"layout.shard is {shard}, but {are}",
             hint=f"start a multiple of {shard}, or set layout.shard to {' or '.join(legal)}",
         )
     made = Layout(world_size // shard if replicate is None else replicate, shard, stage)
     if made.world_size != world_size:
         times = "" if shard == 1 else f" times a layout.shard of {shard}"
         raise SpecError(
-            f"layout.replicate is {replicate}{times}, and {are}",
+            f"layout.replicate is {replicate}{times}, but {are}",
             hint=(
                 f"start {made.world_size} ranks, or leave layout.replicate out: it then "
                 "follows from the number of ranks"

@@ -29,7 +29,7 @@ def map_file(descriptor: int, size: int) -> Any:
     return made
 
 
-def let_go(address: int, size: int) -> None:
+def release_pages(address: int, size: int) -> None:
     """Release the memory of a mapped range; its content stays in the file.
 
     The content is read again when it is accessed: madvise(2), MADV_DONTNEED.

@@ -47,6 +47,6 @@ def check_virtual(virtual_ranks: int, num_ranks: int) -> None:
     if virtual_ranks % num_ranks:
         legal = [str(each) for each in range(1, virtual_ranks + 1) if virtual_ranks % each == 0]
         raise SpecError(
-            f"layout.virtual_ranks is {virtual_ranks}, and there are {num_ranks} ranks",
+            f"layout.virtual_ranks is {virtual_ranks}, but there are {num_ranks} ranks",
             hint=f"start {' or '.join(legal)} ranks",
         )

@@ -98,12 +98,12 @@ def find_window(num_ranks: int) -> int:
 
 
 @cache
-def least_often(num_ranks: int, num_steps: int = WINDOW) -> int:
+def min_slow_steps(num_ranks: int, num_steps: int = WINDOW) -> int:
     """Return in how many of `num_steps` steps a rank must be behind to be reported.
 
     It is all of them where the steps are too few for the number of ranks.
 
-    >>> [least_often(ranks) for ranks in (2, 8, 64)], least_often(2, 10_000)
+    >>> [min_slow_steps(ranks) for ranks in (2, 8, 64)], min_slow_steps(2, 10_000)
     ([18, 19, 20], 5166)
     """
     allowed = FALSE_CALL / num_ranks
@@ -123,10 +123,10 @@ def find_lags(busy_s: Sequence[float]) -> list[float]:
     >>> find_lags([1.0, 1.0, 4.0]), find_lags([2.0, 3.0])
     ([-1.5, -1.5, 3.0], [-1.0, 1.0])
     """
-    return [each - other for each, other in zip(busy_s, _others(busy_s), strict=True)]
+    return [each - other for each, other in zip(busy_s, _medians_of_others(busy_s), strict=True)]
 
 
-def _others(values: Sequence[float]) -> list[float]:
+def _medians_of_others(values: Sequence[float]) -> list[float]:
     """Return for each value the median of all the others."""
     order = sorted(range(len(values)), key=values.__getitem__)
     count = len(values) - 1
@@ -156,7 +156,7 @@ def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
     """
     if not steps or len(steps[0]) / 2 ** len(steps) > FALSE_CALL:
         return []
-    least = least_often(len(steps[0]), len(steps))
+    least = min_slow_steps(len(steps[0]), len(steps))
     busy_s = [[pace.busy_s for pace in paces] for paces in steps]
     behind = Counter(rank for row in busy_s for rank in find_behind(row))
     if not any(count >= least for count in behind.values()):
@@ -176,7 +176,7 @@ def name(
     rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num_steps: int
 ) -> Straggler:
     """Return the straggler `rank` from the pace of every rank in a typical step."""
-    typical = Pace(*(_others(column)[rank] for column in zip(*paces, strict=True)))
+    typical = Pace(*(_medians_of_others(column)[rank] for column in zip(*paces, strict=True)))
     cause, why = explain(paces[rank], typical)
     return Straggler(
         rank=rank,
@@ -266,10 +266,10 @@ class StragglerWatch:
         self._counts.update(self._behind[-1])
         if not self._counts or len(paces) / 2 ** len(self._steps) > FALSE_CALL:
             return [], []
-        return self._judge(len(paces))
+        return self._find_stragglers(len(paces))
 
-    def _judge(self, num_ranks: int) -> tuple[list[Straggler], list[int]]:
-        least, fresh = least_often(num_ranks, len(self._steps)), list[Straggler]()
+    def _find_stragglers(self, num_ranks: int) -> tuple[list[Straggler], list[int]]:
+        least, fresh = min_slow_steps(num_ranks, len(self._steps)), list[Straggler]()
         if max(self._counts.values()) >= least:
             found = find_stragglers(self._steps)
             fresh = [each for each in found if self._named.get(each.rank) != each.cause]

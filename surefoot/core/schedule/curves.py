@@ -244,7 +244,7 @@ def one_cycle(
     >>> [round(one_cycle(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
     [0.04, 1.0, 4e-06]
     """
-    return _up_and_down(step, length, peak, (start, 1.0, final), shape)
+    return _make_triangle(step, length, peak, (start, 1.0, final), shape)
 
 
 def one_cycle_momentum(
@@ -270,7 +270,7 @@ def one_cycle_momentum(
     >>> [round(one_cycle_momentum(step, 11, peak=6 / 11), 6) for step in (0, 5, 10)]
     [0.95, 0.85, 0.95]
     """
-    return _up_and_down(step, length, peak, (high, low, high), shape)
+    return _make_triangle(step, length, peak, (high, low, high), shape)
 
 
 def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier:
@@ -388,7 +388,7 @@ def _cosine_between(start: float, end: float, share: float) -> float:
     return end + (start - end) / 2 * (1 + math.cos(math.pi * share))
 
 
-def _up_and_down(
+def _make_triangle(
     step: int, length: int, peak: float, levels: tuple[float, float, float], shape: Shape
 ) -> float:
     # in steps, not rounded, as torch has it: its first phase ends at pct_start * total_steps - 1

@@ -143,7 +143,7 @@ def check_for_ramp(settings: ScheduleSettings) -> None:
     """
     pieces = settings.sequence or (settings,)
     for piece in pieces:
-        for key, value in piece.effective().items():
+        for key, value in piece.used_keys().items():
             texts = (
                 []
                 if key == "warmup" and not settings.sequence
@@ -176,7 +176,7 @@ def _sequence(
 ) -> Multiplier:
     if total_steps is None:
         raise SpecError(
-            "the lengths of a sequence must add up to the run, and train.length is a time",
+            "the lengths of a sequence must add up to the run, but train.length is a time",
             hint="give train.length in steps or epochs",
         )
     lengths = [to_steps(piece.length) for piece in pieces if piece.length is not None]
@@ -216,7 +216,7 @@ class _Builder:
             raise SpecError(
                 (
                     f"schedule.warmup is {settings.warmup}, which ends at step {self._warmup}, "
-                    f"and the run has {self._total} steps"
+                    f"but the run has {self._total} steps"
                 ),
                 hint="make the warm-up shorter, or the run longer",
             )
@@ -232,7 +232,7 @@ class _Builder:
             "exponential",
             "inverse_square_root",
         ):
-            body = _hold(body, self._room())
+            body = _hold_last_value(body, self._steps_after_warmup())
         if warm == 0:
             return body
         rise = partial(
@@ -249,7 +249,7 @@ class _Builder:
         low, high = value("momentum_low"), value("momentum_high")
         return partial(
             curves.one_cycle_momentum,
-            length=self._room(),
+            length=self._steps_after_warmup(),
             peak=value("peak"),
             low=low,
             high=high,
@@ -265,10 +265,13 @@ class _Builder:
                 )
             case "linear":
                 return partial(
-                    curves.linear, length=self._room(), start=value("start_factor"), floor=floor
+                    curves.linear,
+                    length=self._steps_after_warmup(),
+                    start=value("start_factor"),
+                    floor=floor,
                 )
             case "cosine":
-                return partial(curves.cosine, length=self._room(), floor=floor)
+                return partial(curves.cosine, length=self._steps_after_warmup(), floor=floor)
             case "cosine_restarts":
                 return partial(
                     curves.cosine_restarts,
@@ -290,13 +293,16 @@ class _Builder:
                 )
             case "polynomial":
                 return partial(
-                    curves.polynomial, length=self._room(), power=value("power"), floor=floor
+                    curves.polynomial,
+                    length=self._steps_after_warmup(),
+                    power=value("power"),
+                    floor=floor,
                 )
             case "one_cycle":
                 start, final_factor = value("start_factor"), value("final_factor")
                 return partial(
                     curves.one_cycle,
-                    length=self._room(),
+                    length=self._steps_after_warmup(),
                     peak=value("peak"),
                     start=start,
                     final=final_factor,
@@ -316,13 +322,15 @@ class _Builder:
                 return partial(curves.inverse_square_root, timescale=self._timescale())
             case "warmup":
                 shape, start = settings.warmup_shape, value("warmup_start")
-                return partial(curves.warmup, length=self._room(), shape=shape, start=start)
+                return partial(
+                    curves.warmup, length=self._steps_after_warmup(), shape=shape, start=start
+                )
 
-    def _room(self) -> int:
+    def _steps_after_warmup(self) -> int:
         """Return the number of steps after the warm-up. Raises SpecError if it is unknown."""
         if self._total is None:
             raise SpecError(
-                f"{self._settings.name} needs the number of steps, and train.length is a time",
+                f"{self._settings.name} needs the number of steps, but train.length is a time",
                 hint=(
                     "give schedule.length in steps or epochs, or use a curve without an end, "
                     'such as "constant"'
@@ -363,7 +371,7 @@ class _Builder:
         decay = None if settings.decay_length is None else self._steps("decay_length")
         if stable is not None and decay is not None and self._total is None:
             return stable, decay
-        room = self._room()
+        room = self._steps_after_warmup()
         if decay is None:
             decay = max(1, round(room / 5)) if stable is None else room - stable
         if stable is None:
@@ -379,6 +387,6 @@ class _Builder:
         return stable, decay
 
 
-def _hold(curve: Multiplier, length: int) -> Multiplier:
+def _hold_last_value(curve: Multiplier, length: int) -> Multiplier:
     """Return `curve` with a constant value after its last step."""
     return lambda step: curve(min(step, max(length - 1, 0)))

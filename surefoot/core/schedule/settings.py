@@ -178,8 +178,8 @@ class ScheduleSettings:
     stable: str | None = field(
         default=None,
         metadata=_means(
-            "warmup_stable_decay: length of the constant phase; none: what remains "
-            "beside warm-up and decay."
+            "warmup_stable_decay: length of the constant phase; none: the steps "
+            "left after warm-up and decay."
         ),
     )
     decay_length: str | None = field(
@@ -223,12 +223,12 @@ class ScheduleSettings:
     def __post_init__(self) -> None:
         for key in _SINGLE:
             if getattr(self, key) is not None:
-                object.__setattr__(self, key, _canonical(key, getattr(self, key)))
+                object.__setattr__(self, key, _canonical_value(key, getattr(self, key)))
         if self.milestones is not None:
             object.__setattr__(
                 self,
                 "milestones",
-                tuple(_canonical("milestones", text) for text in self.milestones),
+                tuple(_canonical_value("milestones", text) for text in self.milestones),
             )
         _check_values(self)
         stated = {
@@ -250,14 +250,14 @@ class ScheduleSettings:
         stated = getattr(self, key)
         return USES[self.name][key] if stated is None else stated
 
-    def effective(self) -> dict[str, Any]:
+    def used_keys(self) -> dict[str, Any]:
         """Return the keys that this curve uses, each with its value, for display."""
         if self.sequence:
-            return {"sequence": tuple(piece.effective() for piece in self.sequence)}
+            return {"sequence": tuple(piece.used_keys() for piece in self.sequence)}
         return {"name": self.name, **{key: self.value(key) for key in USES[self.name]}}
 
 
-def _canonical(key: str, text: str) -> str:
+def _canonical_value(key: str, text: str) -> str:
     try:
         return str(Duration.parse(text))
     except SpecError as error:

@@ -57,7 +57,7 @@ class BucketTiming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Duel:
+class LayoutDuel:
     """Two layouts compared round by round: step time with `laid` over step time with `against`."""
 
     laid: BucketSizes
@@ -83,8 +83,8 @@ class BucketTuning:
     alone: Interval
     link: Link
     tried: tuple[BucketTiming, ...]
-    best: Duel | None
-    first: Duel | None
+    best: LayoutDuel | None
+    first: LayoutDuel | None
 
     @property
     def bytes_per_s(self) -> float:
@@ -164,11 +164,11 @@ def _tune(bench: _Bench, own: BucketSizes, wanted: Buckets) -> BucketTuning:
     quickest = min(tried, key=lambda each: each.elapsed.estimate).laid
     if quickest != own:
         bench.tell("the quickest against the spec's own")
-        best = _duel(bench, quickest, own, wanted.rounds)
+        best = _compare_layouts(bench, quickest, own, wanted.rounds)
     alike = BucketSizes(quickest.bucket_bytes, quickest.bucket_bytes)
     if len(bench.distinct_layouts([quickest, alike])) > 1:
         bench.tell("a first bucket of its own against one like the others")
-        first = _duel(bench, quickest, alike, wanted.rounds)
+        first = _compare_layouts(bench, quickest, alike, wanted.rounds)
     return BucketTuning(
         ranks=bench.group.size,
         device=str(bench.rehearsal.device),
@@ -192,9 +192,11 @@ def _sweep(bench: _Bench, ways: Sequence[BucketSizes], rounds: int) -> tuple[Buc
     )
 
 
-def _duel(bench: _Bench, laid: BucketSizes, against: BucketSizes, rounds: int) -> Duel:
+def _compare_layouts(
+    bench: _Bench, laid: BucketSizes, against: BucketSizes, rounds: int
+) -> LayoutDuel:
     found = bench.time_steps([laid, against], rounds)
-    return Duel(laid=laid, against=against, ratio=paired_ratio(found[laid], found[against]))
+    return LayoutDuel(laid=laid, against=against, ratio=paired_ratio(found[laid], found[against]))
 
 
 class _Bench:

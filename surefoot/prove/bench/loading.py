@@ -98,7 +98,7 @@ class Trials:
         self.samples = rehearsal.num_samples
         self._pins = rehearsal.device.type == "cuda"
 
-    def demand(self) -> float:
+    def measure_demand(self) -> float:
         """Return the samples per second of steps that do not wait for data."""
         again: Any = _RepeatedStepLoader(self.loader.take(1))
         self._stepper.loader = again
@@ -116,7 +116,7 @@ class Trials:
             else "no worker"
         )
         self.loader.use(settings)
-        supply_per_s = self._supply()
+        supply_per_s = self._measure_supply()
         self._steps(MIN_STEPS)
         samples_per_s, waiting = self._steps(None)
         kind = self.loader.kind if settings.workers else "auto"
@@ -133,7 +133,7 @@ class Trials:
         self.tried.append(timing)
         return timing
 
-    def _supply(self) -> float:
+    def _measure_supply(self) -> float:
         for _ in range(MIN_STEPS):  # the workers start
             self._take()
         begun_s, samples, done = time.perf_counter(), 0, 0
@@ -184,7 +184,7 @@ def tune(
     with Rehearsal(plain, steps=MANY_STEPS) as rehearsal:
         trials = Trials(rehearsal, seconds, tell)
         tell("the steps alone")
-        demand = trials.demand()
+        demand = trials.measure_demand()
         chosen = _search(spec, trials, find_most(count_cores()) if most is None else most)
     why = "the cheapest setting with which steps are as fast as with any other"
     if chosen.waiting > ENOUGH:
@@ -208,11 +208,11 @@ def _search(spec: RunSpec, trials: Trials, most: int) -> LoaderTiming:
     settings = replace(settings, workers=best.workers, kind=best.kind)
     if table.kind == "auto" and getattr(trials.loader.source, "thread_safe", False):
         other: Kind = "process" if best.kind == "thread" else "thread"
-        best = faster(best, trials.measure(replace(settings, kind=other)))
+        best = choose_faster(best, trials.measure(replace(settings, kind=other)))
     twice = replace(settings, kind=best.kind, prefetch=2 * settings.prefetch)
-    return faster(best, trials.measure(twice))
+    return choose_faster(best, trials.measure(twice))
 
 
-def faster(before: LoaderTiming, after: LoaderTiming) -> LoaderTiming:
+def choose_faster(before: LoaderTiming, after: LoaderTiming) -> LoaderTiming:
     """Return `after` if its steps are so much faster that this is not noise, else `before`."""
     return after if after.samples_per_s > before.samples_per_s * (1 + GAIN) else before

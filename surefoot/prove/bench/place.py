@@ -124,32 +124,34 @@ def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> Measu
     with Rehearsal(spec, steps=WARMUP + steps + COUNTED) as rehearsal:
         peaks, one_core = find_peaks(rehearsal.device, torch.get_num_threads(), tell)
         tell(f"timing {steps} steps")
-        elapsed_s = [_timed(rehearsal) for _ in range(WARMUP + steps)][WARMUP:]
+        elapsed_s = [_time_steps(rehearsal) for _ in range(WARMUP + steps)][WARMUP:]
         tell(f"counting {COUNTED} steps")
-        counters = [_counted(rehearsal) for _ in range(COUNTED)][1:]
-        return replace(_placed(rehearsal, counters, peaks, one_core, elapsed_s), load=load)
+        counters = [_count_operators(rehearsal) for _ in range(COUNTED)][1:]
+        return replace(
+            _make_roofline_point(rehearsal, counters, peaks, one_core, elapsed_s), load=load
+        )
 
 
-def _timed(rehearsal: Rehearsal) -> float:
+def _time_steps(rehearsal: Rehearsal) -> float:
     started_s = time.perf_counter()
     rehearsal.take("step")
     return time.perf_counter() - started_s
 
 
-def _counted(rehearsal: Rehearsal) -> Counter:
+def _count_operators(rehearsal: Rehearsal) -> Counter:
     with Counter(rehearsal.assembly.model) as counter:
         rehearsal.take("step")
     return counter
 
 
-def _placed(
+def _make_roofline_point(
     rehearsal: Rehearsal,
     counters: list[Counter],
     peaks: Peaks,
     one_core: Peaks | None,
     elapsed_s: list[float],
 ) -> MeasuredRooflinePoint:
-    whole, published = _works(counters, WHOLE), find_published(peaks.device)
+    whole, published = _median_work(counters, WHOLE), find_published(peaks.device)
     points = _points(counters, whole, peaks)
     model_flops = sum(work.model_flops for work in whole)
     return MeasuredRooflinePoint(
@@ -171,7 +173,7 @@ def _placed(
     )
 
 
-def _works(counters: list[Counter], module: str) -> list[OperatorWork]:
+def _median_work(counters: list[Counter], module: str) -> list[OperatorWork]:
     """Return what the last counted step did in a module, each time a median over counted steps."""
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for counter in counters:
@@ -191,7 +193,8 @@ def _points(counters: list[Counter], whole: list[OperatorWork], peaks: Peaks) ->
     """
     operators = [find_point(work.operator, "operator", [work], peaks) for work in whole]
     modules = [
-        find_point(name, "module", _works(counters, name), peaks) for name in counters[-1].modules()
+        find_point(name, "module", _median_work(counters, name), peaks)
+        for name in counters[-1].modules()
     ]
     return (*operators, *sorted(modules, key=lambda point: -point.elapsed_s))
 

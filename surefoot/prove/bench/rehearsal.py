@@ -39,7 +39,7 @@ class Rehearsal:
     def __enter__(self) -> Self:
         self._put_back = environment.apply(self._spec)
         try:
-            self.assembly = _long_enough(self._spec, self._steps, self._group)
+            self.assembly = _assemble_for_steps(self._spec, self._steps, self._group)
             self.device = self.assembly.engine.device
             self.batches = self._read()
         except BaseException:
@@ -101,7 +101,7 @@ class Rehearsal:
         return [assembly.read(window.epoch, ids) for ids in feed.mine(window)[1]]
 
 
-def _long_enough(spec: RunSpec, steps: int, group: Group) -> Assembly:
+def _assemble_for_steps(spec: RunSpec, steps: int, group: Group) -> Assembly:
     """Assemble the spec; lengthen a run that ends before `steps`, as its schedule ends with it."""
     mesh = Mesh(group, group, ALONE)
     assembly = assemble(spec, mesh=mesh)

@@ -148,18 +148,18 @@ def bench(
             hint=f"{MAX_ARMS} together at most",
         )
     arms = {
-        _name(index, mode): _arm(_name(index, mode), variant.spec, mode, n + warmup)
+        _name(index, mode): _make_arm(_name(index, mode), variant.spec, mode, n + warmup)
         for index, variant in enumerate(variants)
         for mode in modes
     }
     outcomes: list[Outcome] = []
     for outcome in run_rounds(list(arms.values()), rounds=rounds, warmup_rounds=0):
-        outcomes.append(_with_mean(outcome, warmup))
+        outcomes.append(_add_mean_call(outcome, warmup))
         tell(f"round {outcome.round + 1} of {rounds}: {outcome.arm}: {outcome.ended}")
     trial = Trial(title="step", arms=tuple(arms), rounds=rounds, seed=0, outcomes=tuple(outcomes))
     threads = next((each.facts["threads"] for each in outcomes if "threads" in each.facts), "1")
     rows = [
-        _timed(trial, index, variant, mode, n, warmup)
+        _make_timed_mode(trial, index, variant, mode, n, warmup)
         for index, variant in enumerate(variants)
         for mode in modes
     ]
@@ -174,7 +174,7 @@ def _name(index: int, mode: Mode) -> str:
     return f"{mode} {index + 1}"
 
 
-def _arm(name: str, spec: RunSpec, mode: Mode, calls: int) -> Arm:
+def _make_arm(name: str, spec: RunSpec, mode: Mode, calls: int) -> Arm:
     if spec.task.use is None:
         raise SpecError(
             "a fresh process needs a task that can be imported", hint="name one as [task] use"
@@ -200,7 +200,7 @@ def _calls(outcome: Outcome) -> list[float]:
     return [value for name, value in sorted(outcome.measures.items()) if name.startswith("call_s/")]
 
 
-def _with_mean(outcome: Outcome, warmup: int) -> Outcome:
+def _add_mean_call(outcome: Outcome, warmup: int) -> Outcome:
     """Return the outcome with the mean of its calls after the warm-up, which rounds compare."""
     calls = _calls(outcome)
     if not calls:
@@ -210,7 +210,7 @@ def _with_mean(outcome: Outcome, warmup: int) -> Outcome:
     )
 
 
-def _timed(
+def _make_timed_mode(
     trial: Trial, index: int, variant: Variant, mode: Mode, n: int, warmup: int
 ) -> TimedMode:
     name, base = _name(index, mode), _name(0, mode)

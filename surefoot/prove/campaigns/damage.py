@@ -60,7 +60,7 @@ def flip(at: MutationTarget) -> None:
     at.path.write_bytes(data)
 
 
-def zero_a_block(at: MutationTarget) -> None:
+def zero_block(at: MutationTarget) -> None:
     data = bytearray(at.path.read_bytes())
     start = at.draws.randrange(len(data)) // BLOCK_BYTES * BLOCK_BYTES
     data[start : start + BLOCK_BYTES] = bytes(len(data[start : start + BLOCK_BYTES]))
@@ -123,7 +123,7 @@ FLIPPED: Mapping[str, Kind] = {"a flipped bit": flip}
 KINDS: Mapping[str, Kind] = {
     "truncated": lambda at: os.truncate(at.path, at.draws.randrange(at.path.stat().st_size)),
     "empty": lambda at: os.truncate(at.path, 0),
-    "4 KiB zeroed": zero_a_block,
+    "4 KiB zeroed": zero_block,
     "missing": lambda at: at.path.unlink(),
     "swapped": swap,
     "spliced": splice,

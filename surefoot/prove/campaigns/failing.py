@@ -119,7 +119,7 @@ def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
             f"room for {percent} %",
             lambda child: fill_disk(attempt.folder, percent),
         )
-        is_given_up = bool(_lost(attempt.folder))
+        is_given_up = bool(_find_lost_steps(attempt.folder))
     return TrialResult(wrong, ("given up" if is_given_up else "saved",))
 
 
@@ -187,14 +187,14 @@ def refuse_a_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         workshop,
         attempt,
         f"{name} number {number} ended with {error}",
-        lambda child: strace.traced(child, folder / "trace", "-y", *ON_CALLS, "-e", injection),
+        lambda child: strace.trace_child(child, folder / "trace", "-y", *ON_CALLS, "-e", injection),
         until=None,
     )
     calls = list(strace.read(folder / "trace"))
     if not any("INJECTED" in call.rest for call in calls):
         return TrialResult(fell=False)
     wrong = wrong or find_second_fsync(calls)
-    if wrong is None and name == "fsync" and AT not in _lost(attempt.folder):
+    if wrong is None and name == "fsync" and AT not in _find_lost_steps(attempt.folder):
         wrong = f"it was not on the disk, and step {AT} was called committed"
     return TrialResult(wrong, (name, error))
 
@@ -224,7 +224,10 @@ def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
             call.name == "rename" or (call.name == "openat" and "O_CREAT" in call.arguments[2])
         ):
             failed.discard(strace.paths(call)[-1])  # another file has the name now
-        if call.name == "fsync" and (path := strace.named(call.arguments[0])) in failed:
+        if (
+            call.name == "fsync"
+            and (path := strace.path_of_descriptor(call.arguments[0])) in failed
+        ):
             return f"a file was synced again after its fsync had failed: {path}"
         if call.name == "fsync" and call.failed and not FOLDER.search(path):
             # a folder has no data to lose
@@ -247,7 +250,7 @@ def turn_read_only(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     place = attempt.folder if seed % 3 else attempt.folder / manifest.FOLDER
     what = f"{place.name} turned read-only"
     _, wrong = fail(workshop, attempt, what, lambda child: read_only(place))
-    if wrong is None and AT not in _lost(attempt.folder):
+    if wrong is None and AT not in _find_lost_steps(attempt.folder):
         wrong = f"the save of step {AT} could not be written, and no event records it"
     return TrialResult(wrong, ("in the middle",))
 
@@ -282,7 +285,7 @@ def slow_down(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         workshop,
         attempt,
         "slow",
-        lambda child: strace.traced(child, folder / "trace", "-e", "trace=fsync", "-e", slow),
+        lambda child: strace.trace_child(child, folder / "trace", "-e", "trace=fsync", "-e", slow),
         until=None,
     )
     return TrialResult(wrong or find_queue(child.marks))
@@ -310,11 +313,11 @@ def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
     if status != 0 or "Traceback" in said:
         return f"the run ended with {status}: {said[-600:]}"
     told = Counter(event.step for event in read_events(attempt.folder, Committed))
-    told.update(_lost(attempt.folder))
+    told.update(_find_lost_steps(attempt.folder))
     odd = sorted(step for step in {*told, *range(EVERY, STEPS + 1, EVERY)} if told[step] != 1)
     return f"each save has one record, but not those of steps {odd}" if odd else None
 
 
-def _lost(run: Path) -> list[int]:
+def _find_lost_steps(run: Path) -> list[int]:
     """Return the steps whose save was given up, by the log."""
     return [event.step for event in read_faults(run, "storage")]

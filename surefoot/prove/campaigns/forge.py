@@ -69,9 +69,9 @@ class ForgedCommit:
         return row
 
     def write(self, entry: Row, data: bytes) -> None:
-        """Give a file other bytes, and the digest of these bytes."""
+        """Write `data` into a file, and its digest into the manifest."""
         self.put(entry, data)
-        entry |= {"num_bytes": len(data), "sha256": digest.of_bytes(data), "tensors": None}
+        entry |= {"num_bytes": len(data), "sha256": digest.digest_of_bytes(data), "tensors": None}
 
     def put(self, entry: Row, data: bytes) -> None:
         path = self.folder / entry["name"]
@@ -144,7 +144,9 @@ def _shape(*sizes: int) -> Forge:
 def _reach_out(one: ForgedCommit, name: str) -> None:
     """Name a file outside, with its right size and digest."""
     data = (one.outside / "secret").read_bytes()
-    one.file(tensors=False).update(name=name, num_bytes=len(data), sha256=digest.of_bytes(data))
+    one.file(tensors=False).update(
+        name=name, num_bytes=len(data), sha256=digest.digest_of_bytes(data)
+    )
 
 
 def _reach_by_link(one: ForgedCommit) -> None:

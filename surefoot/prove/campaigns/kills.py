@@ -33,9 +33,9 @@ from surefoot.prove.campaigns.workshop import (
     Child,
     Golden,
     Workshop,
+    check_after_fault,
     find_wrong_end,
-    go_on,
-    look_at,
+    restart_and_compare,
 )
 
 DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
@@ -67,20 +67,22 @@ def kill(
     attempt, fell = ProbedRun(folder=folder / "run", variant=variant), 0
     golden = workshop.golden(attempt)
     if place in ("load", "recovery", "clearing"):  # these need a run that was killed before
-        _break_off(workshop, attempt)
+        _kill_in_third_save(workshop, attempt)
     for number in range(draws.randint(1, depth)):
         child = workshop.train(attempt)
-        _come_to("recovery" if number else place, child, attempt.folder, draws)
+        _wait_for_phase("recovery" if number else place, child, attempt.folder, draws)
         child.kill()
         fell += child.wait() == KILLED
-        if (wrong := look_at(attempt.folder, golden)) is not None:
+        if (wrong := check_after_fault(attempt.folder, golden)) is not None:
             return TrialResult(f"{place}: {wrong}", (place,))
     if not fell:
         return TrialResult(fell=False)
-    return TrialResult(go_on(workshop, attempt, golden), (place, variant, f"{fell} kills"))
+    return TrialResult(
+        restart_and_compare(workshop, attempt, golden), (place, variant, f"{fell} kills")
+    )
 
 
-def _break_off(workshop: Workshop, attempt: ProbedRun) -> None:
+def _kill_in_third_save(workshop: Workshop, attempt: ProbedRun) -> None:
     """Train a run and kill it at the start of its third save."""
     child = workshop.train(attempt)
     child.wait_for(f"draft {3 * EVERY}")
@@ -88,7 +90,7 @@ def _break_off(workshop: Workshop, attempt: ProbedRun) -> None:
     child.wait()
 
 
-def _come_to(place: str, child: Child, run: Path, draws: random.Random) -> None:
+def _wait_for_phase(place: str, child: Child, run: Path, draws: random.Random) -> None:
     """Wait until a run comes to a phase, and a random moment longer."""
     drafts = list((run / manifest.FOLDER).glob(f"{commits.DRAFT}*"))
     child.wait_for(
@@ -120,9 +122,9 @@ def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     attempt = ProbedRun(folder=folder / "run")
     golden = workshop.golden(attempt)
     if place == "a resume":
-        _break_off(workshop, attempt)
+        _kill_in_third_save(workshop, attempt)
     child = workshop.train(attempt)
-    _come_to(place, child, attempt.folder, draws)
+    _wait_for_phase(place, child, attempt.folder, draws)
     for _ in range(times):
         child.send(sent)
     if not child.ends_within(grace_s):
@@ -141,12 +143,12 @@ def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         *([-sent] if times == 2 else []),
     }
     newest, done = max(manifest.steps(attempt.folder), default=0), max(child.steps, default=0)
-    wrong = look_at(attempt.folder, golden)
+    wrong = check_after_fault(attempt.folder, golden)
     if wrong is None and status not in allowed:
         wrong = f"it ended with {status}: {child.said[-300:]}"
     elif wrong is None and status == CODES[sent] and times == 1 and newest < done:
         wrong = f"it was given the time to save, did step {done}, and step {newest} is committed"
-    wrong = wrong or go_on(workshop, attempt, golden)
+    wrong = wrong or restart_and_compare(workshop, attempt, golden)
     return TrialResult(wrong and f"{', '.join(tags)}: {wrong}", tags, fell=status != EXIT_OK)
 
 
@@ -157,14 +159,14 @@ def kill_at_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """
     calls = find_calls(workshop)
     name, count = calls[seed * STRIDE % len(calls)]
-    attempt = strace.saving_once(folder, SAVED)
+    attempt = strace.make_paused_save(folder, SAVED)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
     child.wait_for(f"paused {SAVED}")
     injection = f"inject={name}:signal=KILL:when={count}"
-    with strace.traced(child, folder / "trace", "-e", f"trace={name}", "-e", injection):
+    with strace.trace_child(child, folder / "trace", "-e", f"trace={name}", "-e", injection):
         child.go()
         child.wait()
-    wrong = look_at(attempt.folder, golden) or go_on(
+    wrong = check_after_fault(attempt.folder, golden) or restart_and_compare(
         workshop, replace(attempt, pauses=(), die_at=None), golden
     )
     fell = attempt.die_at not in child.steps
@@ -199,7 +201,7 @@ def launch_rivals(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         children.append(workshop.train(attempt))
         time.sleep(draws.choice((0.0, draws.uniform(0.0, STAGGER_S))))
     owner, wrong = _find_owner(children)
-    wrong = wrong or _go_on_as(kind, workshop, attempt, owner, golden)
+    wrong = wrong or _continue_as(kind, workshop, attempt, owner, golden)
     return TrialResult(
         wrong and f"{count} launchers, {kind}: {wrong}", (kind, f"{count} launchers")
     )
@@ -231,7 +233,7 @@ def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
     return owner, None
 
 
-def _go_on_as(
+def _continue_as(
     kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, golden: Golden
 ) -> str | None:
     """Let the run continue as `kind` says; return what is wrong with its end."""

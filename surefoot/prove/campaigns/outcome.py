@@ -19,7 +19,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of one trial: what was wrong (None: nothing), tags to count, and `fell`.
+    """Result of one trial: the error (None: no error), tags to count, and `fell`.
 
     `fell` says whether the fault took effect.
     """
@@ -86,7 +86,7 @@ class CampaignOutcome:
         return RULE_OF_THREE / self.trials if self.holds else None
 
 
-def carry_out(
+def run_trials(
     campaign: Campaign,
     workshop: Workshop,
     *,

@@ -21,7 +21,7 @@ from surefoot.prove.campaigns import strace
 from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.prove.campaigns.strace import SystemCall
-from surefoot.prove.campaigns.workshop import Golden, Workshop, find_damage, go_on
+from surefoot.prove.campaigns.workshop import Golden, Workshop, find_damage, restart_and_compare
 
 GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
 WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
@@ -84,7 +84,7 @@ class Recorder:
             if call.failed:
                 continue
             if call.name in OF_DESCRIPTORS:
-                node = self._nodes.get(strace.named(call.arguments[0]))
+                node = self._nodes.get(strace.path_of_descriptor(call.arguments[0]))
                 if node is not None:
                     self._use(call, int(call.arguments[0].partition("<")[0]), node)
             elif (names := strace.paths(call)) and all(
@@ -263,7 +263,7 @@ def write_state(ops: Sequence[Op], folders: set[int], cut: PowerCut, into: Path)
             written[node] = path
 
 
-def acknowledged(ops: Sequence[Op], moment: int) -> list[int]:
+def find_acknowledged_steps(ops: Sequence[Op], moment: int) -> list[int]:
     """Return the steps that were logged as committed before `moment` and not yet being deleted."""
     committed, retired = set[int](), set[int]()
     for op in ops[:moment]:
@@ -291,9 +291,9 @@ def cut_power(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     goes_on = draws.randrange(GOES_ON_EVERY) == 0
     write_state(ops, recorder.folders, cut, folder)
     attempt = replace(traced, folder=folder / traced.folder.name, pauses=())
-    wrong = _look(attempt.folder, acknowledged(ops, cut.moment), golden)
+    wrong = _check_run(attempt.folder, find_acknowledged_steps(ops, cut.moment), golden)
     if wrong is None and goes_on:
-        wrong = go_on(workshop, attempt, golden)
+        wrong = restart_and_compare(workshop, attempt, golden)
     return TrialResult(
         wrong and f"{cut}: {wrong}",
         (cut.blocks, cut.entries, *(["resumed to the end"] if goes_on else [])),
@@ -307,7 +307,7 @@ def _record(workshop: Workshop, variant: str) -> tuple[Recorder, ProbedRun]:
         attempt = ProbedRun(folder=root / "run", variant=variant, pauses=(0,))
         child = workshop.train(attempt)
         child.wait_for("paused 0")
-        with strace.traced(child, folder / "trace", "-y", "-e", f"trace={','.join(TRACED)}"):
+        with strace.trace_child(child, folder / "trace", "-y", "-e", f"trace={','.join(TRACED)}"):
             child.go()
             child.end_with(EXIT_OK)
         recorder = Recorder(root)
@@ -315,7 +315,7 @@ def _record(workshop: Workshop, variant: str) -> tuple[Recorder, ProbedRun]:
         return recorder, attempt
 
 
-def _look(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
+def _check_run(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
     """Return what is wrong with a run after its drafts were cleared, as a start clears them.
 
     Wrong is a step that was acknowledged, or is visible, and is not whole.

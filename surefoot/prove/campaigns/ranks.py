@@ -87,7 +87,7 @@ def find_ranks(child: Child, ranks: int) -> dict[int, psutil.Process]:
     return found
 
 
-def comes_to(child: Child, attempt: ProbedRun, step: int, draws: random.Random) -> bool:
+def wait_for_step(child: Child, attempt: ProbedRun, step: int, draws: random.Random) -> bool:
     """Wait for the checkpoint of `step` (0: the start of all ranks), and a moment longer.
 
     Return False if the command ended before.
@@ -119,7 +119,7 @@ def change_size(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
         sizes.append(draws.choice([each for each in SIZES if each not in sizes[-1:]]))
         attempt = run_on(folder, sizes[-1], restarts=0)
         child = workshop.train(attempt)
-        if comes_to(child, attempt, step, draws):
+        if wait_for_step(child, attempt, step, draws):
             there = find_ranks(child, attempt.ranks)
             if there and draws.random() < 0.5:
                 there[draws.choice(sorted(there))].kill()
@@ -202,7 +202,7 @@ def stop_a_rank(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
     attempt = run_on(folder, ranks)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
-    there = find_ranks(child, ranks) if comes_to(child, attempt, step, draws) else {}
+    there = find_ranks(child, ranks) if wait_for_step(child, attempt, step, draws) else {}
     victim = draws.choice(sorted(there)) if there else 0
     with contextlib.suppress(psutil.NoSuchProcess, KeyError):
         there[victim].suspend()
@@ -230,13 +230,13 @@ def kill_the_supervisor(workshop: Workshop, seed: int, folder: Path) -> TrialRes
     ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
     attempt = run_on(folder, ranks)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
-    came = comes_to(child, attempt, step, draws)
+    came = wait_for_step(child, attempt, step, draws)
     there = list(find_ranks(child, ranks).values())
     child.send(signal.SIGKILL)
     fell = child.wait() == KILLED and came
     again = workshop.train(attempt)
-    again.wait_until(lambda: not _alive(there), GONE_S)
-    for each in (left := _alive(there)):
+    again.wait_until(lambda: not _find_alive(there), GONE_S)
+    for each in (left := _find_alive(there)):
         each.kill()
     wrong = (
         f"after {GONE_S:.0f} s {len(left)} ranks are left"
@@ -248,7 +248,7 @@ def kill_the_supervisor(workshop: Workshop, seed: int, folder: Path) -> TrialRes
     )
 
 
-def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+def _find_alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [
         each for each in processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE
     ]

@@ -56,7 +56,7 @@ def missing() -> str | None:
 
 
 @contextlib.contextmanager
-def traced(child: Child, out: Path, *options: str) -> Iterator[None]:
+def trace_child(child: Child, out: Path, *options: str) -> Iterator[None]:
     """Trace a waiting child into the file `out`, which is complete when the context ends."""
     command = ["strace", "-f", "-xx", "-s", str(LONGEST), "-o", str(out), *options]
     words = out.with_name(out.name + ".said")
@@ -114,7 +114,7 @@ def unquote(text: str) -> bytes:
     return bytes.fromhex(text.strip('"').replace("\\x", ""))
 
 
-def named(descriptor: str) -> str:
+def path_of_descriptor(descriptor: str) -> str:
     """Return the path that strace -y prints with a descriptor, `5<...>`."""
     return unquote(descriptor.partition("<")[2].partition(">")[0]).decode()
 
@@ -125,7 +125,7 @@ def paths(call: SystemCall) -> list[str]:
     for given in call.arguments:
         if given.startswith('"'):
             found.append(os.path.join(folder, unquote(given).decode()))
-        folder = named(given)
+        folder = path_of_descriptor(given)
     return found
 
 
@@ -140,10 +140,10 @@ def trace_a_save(
 
     def trace() -> list[tuple[str, int, SystemCall]]:
         with workshop.scratch("calls") as folder:
-            attempt = saving_once(folder, step, variant)
+            attempt = make_paused_save(folder, step, variant)
             child = workshop.train(attempt)
             child.wait_for(f"paused {step}")
-            with traced(child, folder / "trace", *options):
+            with trace_child(child, folder / "trace", *options):
                 child.go()
                 child.wait()
             counts, found = Counter[tuple[int, str]](), []
@@ -155,7 +155,7 @@ def trace_a_save(
     return workshop.cached(("calls", step, options, variant), trace)
 
 
-def saving_once(folder: Path, step: int, variant: str = "plain") -> ProbedRun:
+def make_paused_save(folder: Path, step: int, variant: str = "plain") -> ProbedRun:
     """Return an attempt that pauses before the save of `step`, and dies one step later.
 
     It saves without background threads, and dies so that a trace ends with the save.

@@ -74,7 +74,7 @@ class Child:
         Kills a child that takes too long and raises TaskError.
         """
         if not self.wait_until(lambda: mark in self.marks, PATIENCE_S) and not self.is_over:
-            raise self._hung()
+            raise self._make_hung_error()
         return mark in self.marks
 
     def ends_within(self, patience_s: float) -> bool:
@@ -84,7 +84,7 @@ class Child:
     def wait(self) -> int:
         """Return the exit status, below 0 for a signal. Raises TaskError for a child that hangs."""
         if not self.ends_within(PATIENCE_S):
-            raise self._hung()
+            raise self._make_hung_error()
         self._process.join()
         self._pipe.close()
         return self._process.exitcode or 0
@@ -97,7 +97,7 @@ class Child:
                 hint="this is a fault of surefoot",
             )
 
-    def _hung(self) -> TaskError:
+    def _make_hung_error(self) -> TaskError:
         self.kill()
         return TaskError(
             f"a trial hung after {self.marks[-3:]}: {self.said[-500:]}",
@@ -286,7 +286,7 @@ def find_damage(run: Path, golden: Golden) -> str | None:
     return None
 
 
-def look_at(run: Path, golden: Golden) -> str | None:
+def check_after_fault(run: Path, golden: Golden) -> str | None:
     """Return what is wrong with a run right after a fault, before anything repairs it.
 
     Visible checkpoints must be whole, and the last acknowledged one, or a later one, must be there.
@@ -319,7 +319,7 @@ def find_wrong_end(child: Child, attempt: ProbedRun, golden: Golden) -> str | No
     return find_difference(attempt.folder, golden)
 
 
-def go_on(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
+def restart_and_compare(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
     """Restart the run, let it end, and compare it with the uninterrupted run.
 
     It must resume after its newest checkpoint. Return what is wrong, or None.

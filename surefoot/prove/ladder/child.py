@@ -25,7 +25,7 @@ from surefoot.contract.state import StepReport, master_of
 from surefoot.core.errors import TaskError
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
-from surefoot.trial.arm import marking_refused_specs
+from surefoot.trial.arm import mark_refused_specs
 
 COMPARED_STEPS = 2  # steps from a state: the second one uses the weights that the first one updated
 
@@ -37,7 +37,7 @@ def main(words: Sequence[str] | None = None) -> None:
     if asked.what == "scores":
         _report_scores(spec, asked)
         return
-    with marking_refused_specs():
+    with mark_refused_specs():
         arrays = _arrays(spec, asked)
     write_report(asked.report, {}, arrays=arrays)
 

@@ -18,7 +18,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, TaskError
 from surefoot.core.statistics import FIRST_LOOK, Interval, looks, median
 from surefoot.core.units import format_number, format_seconds
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.prove.ladder import gate, rungs
 from surefoot.prove.ladder.gate import Arrays, GateVerdict, Score, SeedScores
 from surefoot.prove.ladder.rungs import Rung
@@ -104,21 +104,24 @@ class Climb:
         """Check and measure a rung; if it is kept, further rungs are added to it."""
         before = self._bench.num_runs
         if not rung.is_here:
-            return _unmeasured(
+            return _make_unmeasured_result(
                 rung, "skipped", f"needs {rung.needs}, which this machine or spec does not have"
             )
         try:
             spec = rung.on(self.below)
         except InputError as error:
-            return _unmeasured(rung, "skipped", error.message)
+            return _make_unmeasured_result(rung, "skipped", error.message)
         self._tell(f"{rung.name}: checking its numbers")
         parity = self._check(rung, spec)
         if parity.verdict == "not measured":
-            return _unmeasured(
-                rung, _standing(parity.words), parity.words, self._bench.num_runs - before
+            return _make_unmeasured_result(
+                rung,
+                _standing_of_refusal(parity.words),
+                parity.words,
+                self._bench.num_runs - before,
             )
         if parity.verdict == "fails" and not self._bench.settings.measures_refused:
-            return _unmeasured(
+            return _make_unmeasured_result(
                 rung, "rejected", self._other_numbers(parity), self._bench.num_runs - before, parity
             )
         trial = self._bench.measure(
@@ -137,7 +140,7 @@ class Climb:
         reason, score = self._reason_against(rung, spec, trial, parity, step)
         result = RungResult(
             rung=rung,
-            standing=_standing(reason),
+            standing=_standing_of_refusal(reason),
             reason=reason or self._words(rung, step),
             parity=parity,
             step=step,
@@ -178,7 +181,7 @@ class Climb:
             found = self._bench.tensors(rung.name, spec)
         except TaskError as error:
             return GateVerdict(
-                verdict="not measured", words=_refused(error.message) or f"it {error.message}"
+                verdict="not measured", words=_find_refusal(error.message) or f"it {error.message}"
             )
         return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
@@ -190,7 +193,7 @@ class Climb:
         try:
             return self._bench.tensors(f"{self._ground_name} blurred", ground, unit=unit)
         except TaskError as error:
-            said = f"{self._ground_words} under simulated rounding {error.message}"
+            said = f"{self._describe_baseline} under simulated rounding {error.message}"
             self._tell(
                 f"the effect of rounding cannot be measured, so no deviation is allowed: {said}"
             )
@@ -223,8 +226,8 @@ class Climb:
         failure = trial.failure(rung.name)
         if failure is not None:
             ended, _, error = failure.partition(": ")
-            said = last_words(error)
-            return _refused(said) or f"it {ended}: {said}", None
+            said = find_last_error(error)
+            return _find_refusal(said) or f"it {ended}: {said}", None
         if parity.verdict == "fails":
             return self._other_numbers(parity), None
         skipped = find_skipped_work(trial, rung.name)
@@ -232,7 +235,7 @@ class Climb:
             return skipped, None
         interval = step[PURPOSES[rung.purpose]]
         if interval is None or interval.verdict != "lower":
-            return self._no_gain(rung, interval), None
+            return self._describe_no_gain(rung, interval), None
         score = self._score(rung, spec)
         if score is None:
             return "it, or the start, has no score", None
@@ -253,10 +256,10 @@ class Climb:
         return gate.decide_by_scores(range(gate.MIN_SEEDS), take)
 
     def _other_numbers(self, parity: GateVerdict) -> str:
-        return f"its results differ from those of {self._ground_words}: {parity.words}"
+        return f"its results differ from those of {self._describe_baseline}: {parity.words}"
 
     @property
-    def _ground_words(self) -> str:
+    def _describe_baseline(self) -> str:
         return "the baseline" if self._ground == self.start else f"the rung {self._ground_name}"
 
     def _words(self, rung: Rung, step: Ratios) -> str:
@@ -264,7 +267,7 @@ class Climb:
             f"it takes {step[PURPOSES[rung.purpose]]} of the {self._named(rung)} of the rung below"
         )
 
-    def _no_gain(self, rung: Rung, interval: Interval | None) -> str:
+    def _describe_no_gain(self, rung: Rung, interval: Interval | None) -> str:
         if interval is None:
             return "no pair of runs was measured"
         said = {
@@ -331,13 +334,13 @@ def find_piece(spec: RunSpec) -> int | None:
     return spec.train.microbatch or -(-spec.train.batch // ranks)
 
 
-def _refused(words: str) -> str:
+def _find_refusal(words: str) -> str:
     """Return the part of `words` that says why this spec is refused; "" where there is none."""
     _, refused, why = words.partition(REFUSED)
     return f"{refused}{why}"
 
 
-def _standing(reason: str | None) -> Standing:
+def _standing_of_refusal(reason: str | None) -> Standing:
     """Return the standing of a rung for `reason`; one that task or machine refuses is skipped."""
     return "kept" if reason is None else "skipped" if reason.startswith(REFUSED) else "rejected"
 
@@ -360,7 +363,7 @@ def find_skipped_work(trial: Trial, name: str) -> str | None:
     return None
 
 
-def _unmeasured(
+def _make_unmeasured_result(
     rung: Rung,
     standing: Standing,
     reason: str,
@@ -411,7 +414,7 @@ def climb_ladder(
     Raises InputError for a rung that no spec can have, TaskError for a baseline that does not run;
     nothing has been measured by then.
     """
-    start, cores = rungs.plain(spec), int(find_conditions(())["cores"])
+    start, cores = rungs.make_plain_spec(spec), int(find_conditions(())["cores"])
     named = (
         rungs.choose(names, rungs.find_rungs(start, device="cpu", cores=cores))
         if names is not None

@@ -58,7 +58,7 @@ def bound_of(kind: Kind, compute: str) -> tuple[Kind, float]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class Deviation:
     """A comparison: `what` is off by `off`, and at most `allowed` is allowed."""
 
     what: str
@@ -82,7 +82,7 @@ class GateVerdict:
     verdict: Literal["passes", "fails", "does not apply", "not measured"]
     words: str
     worst: float | None = None
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[Deviation, ...] = ()
 
 
 def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdict:
@@ -112,7 +112,11 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdi
     floor = blurred if has_floor else start
     claims = [
         *_slices(start, floor, rung),
-        *(_equal(start, floor, rung) if kind == "nothing" else _near(start, floor, rung)),
+        *(
+            _check_equality(start, floor, rung)
+            if kind == "nothing"
+            else _check_closeness(start, floor, rung)
+        ),
     ]
     claims.sort(key=lambda claim: claim.share, reverse=True)
     worst = claims[0]
@@ -133,16 +137,17 @@ def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdi
 def _has_floor(start: Arrays, blurred: Arrays) -> bool:
     """Return whether simulated rounding left everything finite that is finite in the baseline."""
     return start.keys() == blurred.keys() and all(
-        np.isfinite(_wide(blurred[name])[np.isfinite(_wide(start[name]))]).all() for name in start
+        np.isfinite(_to_fp64(blurred[name])[np.isfinite(_to_fp64(start[name]))]).all()
+        for name in start
     )
 
 
-def _equal(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
+def _check_equality(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Deviation]:
     least = _floors_of_losses(start, blurred)
     for gap in compare_arrays(start, blurred, rung):
         allowed = max(gap.tolerance, NOISE_FACTOR * max(gap.floor or 0.0, least.get(gap.name, 0.0)))
         off = float("inf") if gap.distance is None else gap.distance
-        yield Claim(what=_named(gap.name), off=off, allowed=allowed)
+        yield Deviation(what=_describe_key(gap.name), off=off, allowed=allowed)
 
 
 def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
@@ -152,59 +157,63 @@ def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
     follows from the weights: the share by which rounding changes their total movement is also
     allowed for the decrease of the loss.
     """
-    length = _norm(_way(start))
+    length = _norm(_weight_change(start))
     if not length:
         return {}
-    share = _norm(_way(blurred) - _way(start)) / length
-    losses = {name: float(_wide(start[name]).sum()) for name in start if name.startswith("loss/")}
+    share = _norm(_weight_change(blurred) - _weight_change(start)) / length
+    losses = {
+        name: float(_to_fp64(start[name]).sum()) for name in start if name.startswith("loss/")
+    }
     first = losses.get("loss/1", 0.0)
     return {name: share * abs(loss - first) / abs(loss) for name, loss in losses.items() if loss}
 
 
-def _near(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
+def _check_closeness(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Deviation]:
     """Compare each gradient as a whole, and the change of the weights after the first step."""
     for number, name in _gradients(start):
         key = f"batch/{number}/{name}"
         scale = max(
-            _norm(start[key]), 1e-3 * _typical(start, number) * float(np.sqrt(start[key].size))
+            _norm(start[key]),
+            1e-3 * _typical_gradient(start, number) * float(np.sqrt(start[key].size)),
         )
         if scale:
             off, floor = (
-                _norm(_wide(other[key]) - _wide(start[key])) / scale for other in (rung, blurred)
+                _norm(_to_fp64(other[key]) - _to_fp64(start[key])) / scale
+                for other in (rung, blurred)
             )
-            yield Claim(
+            yield Deviation(
                 what=f"the gradient of {name} in batch {number + 1}",
                 off=off,
                 allowed=max(NOISE_FACTOR * floor, TOLERANCE),
             )
-    way = _way(start)
+    way = _weight_change(start)
     length = _norm(way)
     if length:
-        off, floor = (_norm(_way(other) - way) / length for other in (rung, blurred))
-        yield Claim(
+        off, floor = (_norm(_weight_change(other) - way) / length for other in (rung, blurred))
+        yield Deviation(
             what="the way of the weights after the first step",
             off=off,
             allowed=max(NOISE_FACTOR * floor, TOLERANCE),
         )
 
 
-def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Claim]:
+def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Deviation]:
     """Compare each gradient's worst slice over all batches: off to the same side each time."""
     names = dict.fromkeys(name for _, name in _gradients(start))
-    floors = {name: float(np.abs(_lean(start, blurred, name)).max()) for name in names}
+    floors = {name: float(np.abs(_relative_length(start, blurred, name)).max()) for name in names}
     usual = float(np.median(list(floors.values()))) if floors else 0.0
     for name in names:
-        lean = np.abs(_lean(start, rung, name))
+        lean = np.abs(_relative_length(start, rung, name))
         worst = int(lean.argmax())
         allowed = max(NOISE_FACTOR * max(floors[name], usual), TOLERANCE)
-        yield Claim(
+        yield Deviation(
             what=f"slice {worst} of the gradient of {name}, over all batches,",
             off=float(lean[worst]),
             allowed=allowed,
         )
 
 
-def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
+def _relative_length(start: Arrays, other: Arrays, name: str) -> Numbers:
     """Return by how much each slice of a gradient is longer along the true gradient.
 
     The result is a share of the true gradient, over all batches.
@@ -214,12 +223,12 @@ def _lean(start: Arrays, other: Arrays, name: str) -> Numbers:
     for number in numbers:
         key = f"batch/{number}/{name}"
         true, mine = (
-            _wide(arrays[key]).reshape(arrays[key].shape[0] if arrays[key].ndim else 1, -1)
+            _to_fp64(arrays[key]).reshape(arrays[key].shape[0] if arrays[key].ndim else 1, -1)
             for arrays in (start, other)
         )
         above = above + ((mine - true) * true).sum(axis=1)
         below = below + (true * true).sum(axis=1)
-        least += (1e-3 * _typical(start, number)) ** 2 * true.shape[1]
+        least += (1e-3 * _typical_gradient(start, number)) ** 2 * true.shape[1]
     scale = np.maximum(below, max(SMALL_SLICE**2 * float(np.mean(below)), least))
     lean: Numbers = np.where(scale > 0, above / np.where(scale > 0, scale, 1.0), 0.0)
     return np.where(np.isfinite(lean), lean, np.inf)
@@ -231,7 +240,7 @@ def _gradients(arrays: Arrays) -> list[tuple[int, str]]:
     return [(int(number), name) for _, number, name in parts]
 
 
-def _typical(arrays: Arrays, number: int) -> float:
+def _typical_gradient(arrays: Arrays, number: int) -> float:
     """Return the largest root mean square of a batch's gradients: values far below are rounding."""
     found = [
         _norm(each) / np.sqrt(each.size)
@@ -241,25 +250,26 @@ def _typical(arrays: Arrays, number: int) -> float:
     return float(max(found, default=0.0))
 
 
-def _way(arrays: Arrays) -> Numbers:
+def _weight_change(arrays: Arrays) -> Numbers:
     """Return all trained weights after the last step minus those after the first, as one vector."""
     names = dict.fromkeys(name for _, name in _gradients(arrays))
     last = max(int(key.split("/")[1]) for key in arrays if key.startswith("weight/"))
     ways = [
-        _wide(arrays[f"weight/{last}/{name}"]) - _wide(arrays[f"weight/1/{name}"]) for name in names
+        _to_fp64(arrays[f"weight/{last}/{name}"]) - _to_fp64(arrays[f"weight/1/{name}"])
+        for name in names
     ]
     return np.concatenate([way.ravel() for way in ways])
 
 
-def _wide(array: npt.NDArray[np.generic]) -> Numbers:
+def _to_fp64(array: npt.NDArray[np.generic]) -> Numbers:
     return array.astype(np.float64)
 
 
 def _norm(array: npt.NDArray[np.generic]) -> float:
-    return float(np.linalg.norm(_wide(array).ravel()))
+    return float(np.linalg.norm(_to_fp64(array).ravel()))
 
 
-def _named(key: str) -> str:
+def _describe_key(key: str) -> str:
     """Describe a key such as `gradient/8/0.weight` in words."""
     what, _, rest = key.partition("/")
     number, _, name = rest.partition("/")

@@ -154,18 +154,18 @@ def cells(result: RungResult) -> tuple[str, ...]:
     return (
         result.rung.name,
         result.standing if result.standing != "rejected" else "REJECTED",
-        _shown(step["time"]),
-        _shown(result.total["time"]),
-        _shown(step["memory"]),
-        _shown(inverse(step["wall"])),
-        _shown(step["startup"]),
+        _format_interval(step["time"]),
+        _format_interval(result.total["time"]),
+        _format_interval(step["memory"]),
+        _format_interval(inverse(step["wall"])),
+        _format_interval(step["startup"]),
         _score(result.score),
         result.parity.verdict,
         _expected(result.rung.expected),
     )
 
 
-def _shown(interval: Interval | None) -> str:
+def _format_interval(interval: Interval | None) -> str:
     if interval is None:
         return UNKNOWN
     if interval.low is None or interval.high is None:
@@ -199,7 +199,7 @@ def as_markdown(ladder: Ladder) -> str:
     )
     if ladder.left_out:
         rows = (
-            (name, _shown(each), _shown(_step_of(ladder, name)))
+            (name, _format_interval(each), _format_interval(_step_of(ladder, name)))
             for name, each in ladder.left_out.items()
         )
         parts += [
@@ -228,12 +228,12 @@ def as_toml(ladder: Ladder) -> str:
     else:
         lines += [
             (
-                f"time {_shown(last.total['time'])}, "
-                f"memory {_shown(last.total['memory'])} of the start's for the same samples"
+                f"time {_format_interval(last.total['time'])}, "
+                f"memory {_format_interval(last.total['memory'])} of the baseline, same samples"
             )
         ]
         lines += [
-            f"{each.rung.name}: {each.rung.words}: time {_shown(each.step['time'])}"
+            f"{each.rung.name}: {each.rung.words}: time {_format_interval(each.step['time'])}"
             for each in ladder.kept
         ]
     lines += [

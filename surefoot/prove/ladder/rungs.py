@@ -208,7 +208,7 @@ def find_rungs(
         ),
         Rung(
             "large batch",
-            _enlarged(spec),
+            _enlarge_batch(spec),
             kind="algorithm",
             expected={"time": 0.9},
             needs="a batch of one size",
@@ -258,7 +258,7 @@ def _memory_rungs(spec: RunSpec, part: int | None, blocks: Sequence[str]) -> tup
     )
 
 
-def _enlarged(spec: RunSpec) -> dict[str, Any]:
+def _enlarge_batch(spec: RunSpec) -> dict[str, Any]:
     """Return the change to four times the batch, with the matching learning-rate scaling."""
     optim = spec.optim
     rule = "linear" if optim.name in ("sgd", "lars") else "sqrt"
@@ -293,7 +293,7 @@ def find_microbatch(batch: int) -> int | None:
     )
 
 
-def plain(spec: RunSpec) -> RunSpec:
+def make_plain_spec(spec: RunSpec) -> RunSpec:
     """Return the spec of the plain loop, the baseline of its ladder."""
     return change(spec, PLAIN)
 

@@ -16,7 +16,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import BadRecordError, InputError, StorageError, TaskError
 from surefoot.core.process.memory_limits import find_available_bytes
 from surefoot.core.statistics import FIRST_LOOK, Interval, looks, sequential_ratio
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.gate import Arrays, SeedScores
 from surefoot.trial import Arm, Outcome, Trial, as_line, read_arrays, run_arm, run_rounds, spec_arm
@@ -83,7 +83,7 @@ class Workbench:
         with _work() as work:
             arm = spec_arm(
                 START,
-                _quiet(self._start),
+                _make_measured_spec(self._start),
                 steps=MIN_STEPS,
                 warmup=WARMUP_STEPS,
                 whole_length=True,
@@ -98,7 +98,7 @@ class Workbench:
         ):
             raise TaskError(
                 "the start of the ladder does not run: "
-                f"{last_words(outcome.error or 'it is over before its last measured step')}",
+                f"{find_last_error(outcome.error or 'it is over before its last measured step')}",
                 hint=(
                     f"make the plain loop train {WARMUP_STEPS + MIN_STEPS} steps first: "
                     "surefoot train SPEC"
@@ -123,7 +123,7 @@ class Workbench:
         """Return `wanted` steps of warm-up, or what the run leaves beside the measured steps."""
         return int(min(max(WARMUP_STEPS, wanted), self._total_steps - self._steps))
 
-    def warm_up_what_is_compiled(self) -> None:
+    def extend_warmup_for_compilation(self) -> None:
         """Lengthen the warm-up, so that no process compiles while it is measured.
 
         Where an epoch is short, its last batch, which has a different size, must come before the
@@ -179,9 +179,9 @@ class Workbench:
         Without `decides` the measurement ends there, since further pairs would not change the
         decision about the rung.
         """
-        arms = [self._arm(BELOW, below), self._arm(name, spec)]
+        arms = [self._make_arm(BELOW, below), self._make_arm(name, spec)]
         names = (BELOW, name, START)
-        more = [self._arm(START, self._start)] if below != self._start else []
+        more = [self._make_arm(START, self._start)] if below != self._start else []
         most, outcomes = self.settings.pairs, list[Outcome]()
         first = min(FIRST_LOOK, most)
         trial = Trial(title=name, arms=names, rounds=most, seed=self._seed)
@@ -213,7 +213,7 @@ class Workbench:
         on.
         """
         outcomes: list[Outcome] = []
-        arms = [self._arm(name, spec) for name, spec in specs.items()]
+        arms = [self._make_arm(name, spec) for name, spec in specs.items()]
         if caches is not None:
             arms = [
                 replace(arm, variables={CACHE: str(caches / arm.name.replace(" ", "-"))})
@@ -237,11 +237,11 @@ class Workbench:
         takes_turns = fits and self.device == "cpu" and all(arm.ranks == 1 for arm in arms)
         return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=takes_turns)
 
-    def _arm(self, name: str, spec: RunSpec) -> Arm:
+    def _make_arm(self, name: str, spec: RunSpec) -> Arm:
         """Return a process for `spec`; all train equally many samples, whatever their batch."""
         return spec_arm(
             name,
-            _quiet(spec),
+            _make_measured_spec(spec),
             steps=self._steps_of(spec, self._steps),
             warmup=self._steps_of(spec, self.warmup_steps),
             timeout_s=self.settings.timeout_s,
@@ -280,7 +280,7 @@ class Workbench:
             outcome = run_arm(arm, work)
             self._keep(outcome)
             if outcome.ended != "done":
-                raise TaskError(f"{outcome.ended}: {last_words(outcome.error or '')}")
+                raise TaskError(f"{outcome.ended}: {find_last_error(outcome.error or '')}")
             try:
                 return read_arrays(work / "rank0" / "report.json")
             except BadRecordError as error:
@@ -310,7 +310,7 @@ class Workbench:
         words: Sequence[str] = (),
     ) -> Arm:
         seeded = [word for number in seeds for word in ("--seed", str(self._seed + number))]
-        whole = _quiet(spec)
+        whole = _make_measured_spec(spec)
         command = (
             sys.executable,
             "-m",
@@ -348,7 +348,7 @@ class Workbench:
             ) from None
 
 
-def _quiet(spec: RunSpec) -> RunSpec:
+def _make_measured_spec(spec: RunSpec) -> RunSpec:
     """Return the spec of a measured run: the same training, without copies elsewhere."""
     return rungs.change(
         spec, {"checkpoint.store": None, "observe.tensorboard": bool(spec.observe.tensorboard)}

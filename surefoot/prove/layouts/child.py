@@ -36,7 +36,7 @@ from surefoot.train.assemble import load_task
 from surefoot.train.failure.blame import describe
 from surefoot.train.run import Run
 from surefoot.trial import capture, write_report
-from surefoot.trial.arm import marking_refused_specs
+from surefoot.trial.arm import mark_refused_specs
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -77,7 +77,7 @@ def _train(
             importable=found.importable,
         )
     arrays: dict[str, np.ndarray] = {}
-    with marking_refused_specs(), Run(spec, task, folder=asked.run, quiet=True) as run:
+    with mark_refused_specs(), Run(spec, task, folder=asked.run, quiet=True) as run:
         took_s: list[float] = []
         begun_s = time.perf_counter()
         for report in islice(run.steps(), asked.steps):

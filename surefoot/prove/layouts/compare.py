@@ -13,7 +13,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import TaskError
 from surefoot.core.ranks.layout import Layout
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.trial import Arm, compare_arrays, read_arrays, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
@@ -87,7 +87,7 @@ class LayoutTrial:
         )
         outcome = run_arm(arm, place)
         if outcome.ended != "done":
-            words = last_words(outcome.error or outcome.ended)
+            words = find_last_error(outcome.error or outcome.ended)
             hint: str | None = "check that surefoot train SPEC runs with this layout"
             if "hint: " in words:  # the error has a hint already
                 hint = None

@@ -50,12 +50,12 @@ class Reference:
         """
         if self.arrays is None:
             return []
-        found = self._judge_cut(self.arrays, whole, batch)
+        found = self._compare_microbatches(self.arrays, whole, batch)
         if found.holds:
             return [found]
         flags = ("--plain", *self._flags)
         uncut, facts = self.run.run(
-            _uncut(self.cut),
+            _without_microbatches(self.cut),
             Layout(),
             "one process, the whole batch, plain",
             "--record",
@@ -65,7 +65,7 @@ class Reference:
         if "failed" in facts:
             return [found]
         again, _ = self.run.run(self.cut, Layout(), "one process, plain", *flags, steps=1)
-        plain, draws = self._judge_cut(uncut, again, batch), json.loads(facts["draws"])
+        plain, draws = self._compare_microbatches(uncut, again, batch), json.loads(facts["draws"])
         if plain.holds:
             self.notes.append(
                 f"{plain.layout}: compared with BatchNorm and dropout as in evaluation, "
@@ -125,7 +125,7 @@ class Reference:
     def _flags(self) -> tuple[str, ...]:
         return ("--float64",) if self.is_wide else ()
 
-    def _judge_cut(self, uncut: Arrays, cut: Arrays, batch: int) -> LayoutComparison:
+    def _compare_microbatches(self, uncut: Arrays, cut: Arrays, batch: int) -> LayoutComparison:
         return self.judge(
             f"1,microbatch={self.cut.train.microbatch}",
             self.is_wide,
@@ -143,7 +143,11 @@ def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
     """
     flags, compute = ("--record", "--float64"), cut.precision.compute
     arrays, facts = run.run(
-        _uncut(wide), Layout(), "one process, the whole batch, float64", *flags, steps=1
+        _without_microbatches(wide),
+        Layout(),
+        "one process, the whole batch, float64",
+        *flags,
+        steps=1,
     )
     narrow = json.loads(facts["narrow"])
     if "failed" not in facts:
@@ -163,7 +167,7 @@ def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
         f"{facts['failed']}"
     )
     arrays, facts = run.run(
-        _uncut(cut),
+        _without_microbatches(cut),
         Layout(),
         f"one process, the whole batch, {cut.precision.compute}",
         "--record",
@@ -194,7 +198,7 @@ def describe(operators: Operators) -> str:
     return ", ".join(named) + (f", and {more} more" if more > 0 else "")
 
 
-def _uncut(spec: RunSpec) -> RunSpec:
+def _without_microbatches(spec: RunSpec) -> RunSpec:
     return spec.replace(
         train={"microbatch": None}, layout={"virtual_ranks": None}, observe={"noise": False}
     )

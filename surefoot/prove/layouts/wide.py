@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from surefoot.components.data.sources.wrapped import as_source
 from surefoot.components.stability.norms import find_batch_norms
-from surefoot.contract.task import Batch, Resolved, Source
+from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.prove.layouts.pass_record import PassRecord
 from surefoot.runtime.nested_tensors import map_tensors
 
@@ -26,24 +26,24 @@ class Wide:
 
     def __init__(
         self,
-        found: Resolved,
+        found: ResolvedTask,
         *,
         float64: bool = True,
         record: PassRecord | None = None,
         plain: bool = False,
     ) -> None:
         self._task, self._own, self._record, self._plain = found.task, found.augment, record, plain
-        self._convert = _wide if float64 else lambda tensor: tensor
+        self._convert = _to_fp64 if float64 else lambda tensor: tensor
         self._is_wide = float64
         self.augment = None if found.augment is None else self._augment
 
     def _augment(self, batch: Batch, keys: Any) -> Batch:
         assert self._own is not None
-        with _paused(self._record):
+        with _pause(self._record):
             return map_tensors(self._own(batch, keys), self._convert)
 
     def model(self) -> nn.Module:
-        with _paused(self._record):
+        with _pause(self._record):
             made: nn.Module = self._task.model()
         if self._is_wide:
             made = made.double()
@@ -54,7 +54,7 @@ class Wide:
         return made
 
     def data(self, split: str) -> Source:
-        with _paused(self._record):
+        with _pause(self._record):
             made: Any = WideSource(as_source(self._task.data(split)), self._convert, self._record)
         return made  # type: ignore[no-any-return]
 
@@ -74,7 +74,7 @@ class WideSource:
         return len(self._source)
 
     def read(self, ids: np.ndarray) -> Batch:
-        with _paused(self._record):
+        with _pause(self._record):
             return map_tensors(self._source.read(ids), self._convert)
 
     def __getattr__(self, name: str) -> Any:
@@ -95,9 +95,9 @@ def make_plain(model: nn.Module) -> None:
             module.dropout = 0.0
 
 
-def _paused(record: PassRecord | None) -> contextlib.AbstractContextManager[None]:
+def _pause(record: PassRecord | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if record is None else record.pause()
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _to_fp64(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor

@@ -65,7 +65,7 @@ def check_divisible(
     source = read_split(load_task(spec), "train")
     if isinstance(source, Iterated):
         raise SpecError(
-            f"{purpose}, and the source gives whole batches: {source.describe()}",
+            f"{purpose}, but the source gives whole batches: {source.describe()}",
             hint=f"give the task's DataLoader another batch_size; {instead}",
         )
 

@@ -18,7 +18,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.statistics import FIRST_LOOK, Interval, median
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
-from surefoot.prove.whatif.trials import failure_of, median_of, steady
+from surefoot.prove.whatif.trials import failure_of, make_steady_spec, median_of
 from surefoot.trial import Trial, find_conditions
 
 EAGER = "eager"
@@ -105,13 +105,13 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
         raise InputError(
             f"--rounds is {rounds}", hint=f"1 or more; {FIRST_LOOK} at least show a gain"
         )
-    made = steady(spec)
+    made = make_steady_spec(spec)
     eager = rungs.change(made, {f"compile.{key}": None for key in key_names("compile")})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
         bench = Workbench(eager, LadderSettings(pairs=rounds), Path(work))
         tell("eager mode alone, to see how long a step takes")
         bench.begin()
-        bench.warm_up_what_is_compiled()
+        bench.extend_warmup_for_compilation()
         specs, left_out = find_specs(made, bench.device)
         tell(
             f"{len(specs) + 1} arms in {rounds} rounds; "
@@ -124,11 +124,11 @@ def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda tex
         **find_conditions(("torch", "surefoot"), threads=spec.train.threads or 1),
         "device": bench.device,
     }
-    ways = (_eager(trial), *(_way(bench, trial, name) for name in specs))
+    ways = (_measure_eager(trial), *(_measure_mode(bench, trial, name) for name in specs))
     return Ways(ways=ways, left_out=left_out, rounds=rounds, conditions=conditions)
 
 
-def _eager(trial: Trial) -> CompileTiming:
+def _measure_eager(trial: Trial) -> CompileTiming:
     return CompileTiming(
         what=EAGER,
         step_s=median_of(trial, EAGER, "wall_s_per_step"),
@@ -137,7 +137,7 @@ def _eager(trial: Trial) -> CompileTiming:
     )
 
 
-def _way(bench: Workbench, trial: Trial, name: str) -> CompileTiming:
+def _measure_mode(bench: Workbench, trial: Trial, name: str) -> CompileTiming:
     what, mode = name.split()
     compiled = trial.by_round(name, "compile_s")
     failure = failure_of(trial, name)

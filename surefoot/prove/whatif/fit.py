@@ -19,7 +19,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
 from surefoot.core.hardware import find_machine
 from surefoot.core.units import format_bytes
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.prove.memory import check_divisible, find_sizes, predict
 from surefoot.prove.whatif.batch import QUIET, peak_of
 from surefoot.train.environment import find_device
@@ -34,7 +34,7 @@ Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Try:
+class MicrobatchTrial:
     """A try of one microbatch in one process.
 
     `peak_bytes` is None where the process ran out of memory (`failure` says so), or where such a
@@ -71,7 +71,7 @@ class FitSearch:
 
     batch: int
     limit_bytes: int
-    tries: tuple[Try, ...]
+    tries: tuple[MicrobatchTrial, ...]
     microbatch: int | None
     predicted: PredictedFit | None
     conditions: Mapping[str, str] = field(default_factory=dict)
@@ -97,12 +97,12 @@ class FitSearch:
         return {
             **asdict(self),
             "margin": MARGIN,
-            "usable_bytes": usable(self.limit_bytes),
+            "usable_bytes": subtract_margin(self.limit_bytes),
             "peak_bytes": self.peak_bytes,
         }
 
 
-def usable(limit_bytes: int) -> float:
+def subtract_margin(limit_bytes: int) -> float:
     """Return the limit less its margin."""
     return (1 - MARGIN) * limit_bytes
 
@@ -147,7 +147,7 @@ def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bo
     low, high, size = 0, sizes[-1] + 1, start
     while size:
         low, high = (size, high) if fits(size, STEPS) else (low, size)
-        size = _next(
+        size = _choose_next_size(
             [each for each in sizes if low < each < high], low, high if high in sizes else None
         )
     if not low or fits(low, STEPS_OF_THE_ANSWER):
@@ -156,7 +156,7 @@ def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bo
     return find_largest(smaller, smaller[-1], fits) if smaller else None
 
 
-def _next(between: Sequence[int], low: int, high: int | None) -> int:
+def _choose_next_size(between: Sequence[int], low: int, high: int | None) -> int:
     """Return the size to try next of those `between`; 0 where none is left.
 
     `low` is the largest that fits, 0 where none does; `high` is the smallest that does not, if
@@ -181,18 +181,18 @@ def measure_largest(
     memory.
     """
     check_divisible(spec)
-    sizes, most = find_sizes(spec)[::-1], usable(limit_bytes)
+    sizes, most = find_sizes(spec)[::-1], subtract_margin(limit_bytes)
     made = with_largest_batch(spec).replace(**QUIET, memory={"on_oom": "stop"})
     specs = {
         size: made.replace(train={"microbatch": size if size < spec.train.batch else None})
         for size in sizes
     }
     predicted = _predict(specs, most, tell)
-    tries: list[Try] = []
+    tries: list[MicrobatchTrial] = []
 
     @cache
     def fits(size: int, steps: int) -> bool:
-        tries.append(_try(specs[size], size, steps, most))
+        tries.append(_try_microbatch(specs[size], size, steps, most))
         tell(
             f"microbatch {size}, {steps} steps: "
             f"{tries[-1].failure or format_bytes(tries[-1].peak_bytes)}"
@@ -241,22 +241,22 @@ def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> Predicted
         return None
 
 
-def _try(spec: RunSpec, size: int, steps: int, most: float) -> Try:
+def _try_microbatch(spec: RunSpec, size: int, steps: int, most: float) -> MicrobatchTrial:
     arm = spec_arm(
         f"microbatch {size}", spec, steps=steps, warmup=0, timeout_s=3600.0, whole_length=True
     )
     (outcome,) = run_rounds([arm], rounds=1, warmup_rounds=0)
     if outcome.exit_code in SHORT:
-        return Try(
+        return MicrobatchTrial(
             microbatch=size,
             failure="out of memory"
             if outcome.exit_code > 0
             else "killed, as a process without memory is",
         )
     if outcome.ended != "done":
-        return Try(
+        return MicrobatchTrial(
             microbatch=size,
-            failure=last_words(outcome.error or "").splitlines()[0],
+            failure=find_last_error(outcome.error or "").splitlines()[0],
             is_refused=True,
         )
     num_samples = outcome.measures["samples_per_epoch"]
@@ -266,7 +266,7 @@ def _try(spec: RunSpec, size: int, steps: int, most: float) -> Try:
             hint="give --set train.batch=N",
         )
     peak = peak_of(outcome.measures)
-    return Try(
+    return MicrobatchTrial(
         microbatch=size,
         num_steps=round(outcome.measures["num_steps"]),
         peak_bytes=peak,

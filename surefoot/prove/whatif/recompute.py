@@ -19,7 +19,7 @@ from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.ladder import rungs
 from surefoot.prove.ladder.workbench import LadderSettings, Tell, Workbench
 from surefoot.prove.memory.measured import compare
-from surefoot.prove.whatif.trials import failure_of, median_of, steady
+from surefoot.prove.whatif.trials import failure_of, make_steady_spec, median_of
 from surefoot.trial import Trial, find_conditions
 
 NONE = "none"
@@ -105,15 +105,15 @@ def find_ways(costs: list[RecomputeCost]) -> dict[str, int | None]:
     {'none': 25600, 'every 2': 16384, '16 KiB': 16384, 'operators': None, 'full': 11264}
     """
     sparse = [f"every {number}" for number in range(SPARSEST, 1, -1) if number < len(costs)]
-    held: dict[str, int | None] = {how: _held(costs, how) for how in (NONE, *sparse)}
+    held: dict[str, int | None] = {how: _held_bytes(costs, how) for how in (NONE, *sparse)}
     if sparse:
         budget = -(-(held[sparse[-1]] or 0) // 1024)
         if budget * 1024 >= smallest_budget(costs):
             held[f"{budget} KiB"] = budget * 1024
-    return {**held, "operators": None, "full": _held(costs, "full")}
+    return {**held, "operators": None, "full": _held_bytes(costs, "full")}
 
 
-def _held(costs: list[RecomputeCost], how: str) -> int:
+def _held_bytes(costs: list[RecomputeCost], how: str) -> int:
     parsed = RecomputeChoice.parse(how)
     step = {"none": len(costs) + 1, "full": 1, "every": parsed.number}[parsed.kind]
     return peak_bytes(costs, range(0, len(costs), step) if parsed.kind != "none" else ())
@@ -138,7 +138,7 @@ def measure_recomputing(
         )
     costs = find_costs(spec)
     held = find_ways(costs)
-    made = steady(spec)
+    made = make_steady_spec(spec)
     none = rungs.change(made, {"memory.activation_checkpointing": None, "memory.blocks": None})
     with tempfile.TemporaryDirectory(prefix="surefoot-whatif-") as work:
         bench = Workbench(none, LadderSettings(pairs=rounds), Path(work))
@@ -167,7 +167,8 @@ def measure_recomputing(
         for each in costs
     )
     ways = tuple(
-        _way(bench, trial, how, held_bytes, peaks[how]) for how, held_bytes in held.items()
+        _measure_choice(bench, trial, how, held_bytes, peaks[how])
+        for how, held_bytes in held.items()
     )
     return Recomputing(blocks=blocks, ways=ways, rounds=rounds, conditions=conditions)
 
@@ -187,7 +188,7 @@ def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | No
     )
 
 
-def _way(
+def _measure_choice(
     bench: Workbench, trial: Trial, how: str, held_bytes: int | None, peak: float | None
 ) -> RecomputeTiming:
     return RecomputeTiming(

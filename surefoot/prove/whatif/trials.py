@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from surefoot.contract.spec import RunSpec
 from surefoot.core.statistics import median
-from surefoot.prove.attempts import last_words
+from surefoot.prove.attempts import find_last_error
 from surefoot.prove.ladder import rungs
 from surefoot.trial import Trial
 
 LONG = "100000 steps"
 
 
-def steady(spec: RunSpec) -> RunSpec:
+def make_steady_spec(spec: RunSpec) -> RunSpec:
     """Return the spec with a run so long that only training steps fall into the measurement.
 
     No evaluation, no checkpoint and no end of the run does.
@@ -34,4 +34,4 @@ def median_of(trial: Trial, name: str, measure: str) -> float | None:
 def failure_of(trial: Trial, name: str) -> str | None:
     """Return the last error of a variant in one line; None where no run failed."""
     failure = trial.failure(name)
-    return None if failure is None else last_words(failure).splitlines()[0]
+    return None if failure is None else find_last_error(failure).splitlines()[0]

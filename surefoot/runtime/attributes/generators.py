@@ -96,11 +96,11 @@ def find_generators(named: Iterable[tuple[str, Any]], max_depth: int = MAX_DEPTH
         if is_generator(value):
             found[name] = value
         elif depth < max_depth:
-            waiting.extend((f"{name}{key}", part, depth + 1) for key, part in _parts(value))
+            waiting.extend((f"{name}{key}", part, depth + 1) for key, part in _find_parts(value))
     return found
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _find_parts(value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping | list | tuple | deque):
         if len(value) <= MAX_PARTS:
             pairs = value.items() if isinstance(value, Mapping) else enumerate(value)

@@ -130,7 +130,7 @@ class AttributeSnapshot:
         values, since only the device knows `applied`.
         """
         now = {slot: vars(slot[0]).get(slot[1], ABSENT) for slot, _, _ in self._held}
-        if not all(_fits(now[slot], value, copy) for slot, value, copy in self._held):
+        if not all(_has_same_structure(now[slot], value, copy) for slot, value, copy in self._held):
             if not bool(applied):
                 self.put_back()
             return
@@ -179,7 +179,7 @@ def _copy_of_old_value(value: Any, copy: Any) -> Any:
     )
 
 
-def _fits(now: Any, before: Any, copy: Any) -> bool:
+def _has_same_structure(now: Any, before: Any, copy: Any) -> bool:
     """Return whether a value has the structure, tensor shapes and dtypes of the copied value."""
     if isinstance(now, Tensor) != isinstance(before, Tensor):
         return False
@@ -196,7 +196,10 @@ def _fits(now: Any, before: Any, copy: Any) -> bool:
     return (
         isinstance(copy, list)
         and [key for key, _ in held] == [key for key, _, _ in copy]
-        and all(_fits(part, *rest) for (_, part), (_, *rest) in zip(held, copy, strict=True))
+        and all(
+            _has_same_structure(part, *rest)
+            for (_, part), (_, *rest) in zip(held, copy, strict=True)
+        )
     )
 
 

@@ -56,7 +56,7 @@ def check_attributes(model: nn.Module, stored: Mapping[str, Any]) -> None:
     for name in stored.get("values", {}):
         if find_owner(model, name)[0] is None:
             raise RunFolderError(
-                f"the checkpoint contains the attribute {name!r}, and the model has no such module",
+                f"the checkpoint contains the attribute {name!r}, but the model has no such module",
                 hint="resume the model that was saved",
             )
 

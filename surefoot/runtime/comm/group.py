@@ -256,14 +256,14 @@ class Group:
         """Broadcast rank 0's values of these tensors to all ranks, in place."""
         if self.is_alone:
             return
-        for together in _packs([each.detach() for each in tensors]):
-            flat = torch.cat([_flat(each) for each in together]).to(self.device)
+        for together in _make_packs([each.detach() for each in tensors]):
+            flat = torch.cat([_as_bytes(each) for each in together]).to(self.device)
             self.do(
                 lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0),  # type: ignore[misc]
                 Kind.COPY,
                 flat,
             )
-            parts = torch.split(flat, [_flat(each).numel() for each in together])
+            parts = torch.split(flat, [_as_bytes(each).numel() for each in together])
             for each, part in zip(together, parts, strict=True):
                 _flat_view(each).copy_(part) if each.is_contiguous() else each.copy_(
                     _restore_dtype_and_shape(part, each)
@@ -330,13 +330,13 @@ class Group:
         except LostRank as error:  # of the memory of this host, where it is known who
             told = (
                 f"{error.message}, "
-                f"after {_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"
+                f"after {_seconds_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"
             )
             raise LostRank(told, hint=error.hint) from error
         except RuntimeError as error:  # gloo and NCCL raise nothing more exact
             raise LostRank(
                 (
-                    f"the other ranks are unreachable, after {_since(begun_ns):.1f} s in "
+                    f"the other ranks are unreachable, after {_seconds_since(begun_ns):.1f} s in "
                     f"{kind.words} of {num_bytes:,} bytes{self.roll()}"
                 ),
                 hint="the message of the rank that failed first has the reason",
@@ -346,7 +346,7 @@ class Group:
 
 
 @contextmanager
-def lost_while_joining() -> Iterator[None]:
+def raise_lost_rank() -> Iterator[None]:
     """Return a context that raises LostRank if torch's groups cannot be made: a rank has failed."""
     try:
         yield
@@ -354,7 +354,7 @@ def lost_while_joining() -> Iterator[None]:
         raise LostRank(GONE, hint=GONE_HINT) from error
 
 
-def _since(begun_ns: int) -> float:
+def _seconds_since(begun_ns: int) -> float:
     """Return the seconds since `begun_ns`."""
     return (time.perf_counter_ns() - begun_ns) / 1e9
 
@@ -363,7 +363,7 @@ def _words(error: BaseException) -> str:
     return error.message if isinstance(error, SurefootError) else f"{type(error).__name__}: {error}"
 
 
-def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def _make_packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return tensors in packs of one dtype and device, each of at most FLAT_BYTES if possible."""
     packs: list[list[Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
@@ -380,7 +380,7 @@ def _packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return packs
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _as_bytes(tensor: Tensor) -> Tensor:
     """Return the values of a tensor as a row of bytes, so that any shape and dtype can be sent."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 

@@ -246,16 +246,16 @@ class SharedMemoryCollectives:
     def _others(self) -> Iterator[tuple[int, int]]:
         return ((place, rank) for place, rank in enumerate(self.ranks) if place != self.rank)
 
-    def _head(
+    def _make_header(
         self, what: What, kind: Kind, number: int, at: tuple[int, int] = (0, 0), num_bytes: int = 0
     ) -> bytes:
         return HEAD.pack(what, self.axis, kind, number, *at, num_bytes)
 
-    def _tell(self, packet: bytes) -> None:
+    def _send_to_all(self, packet: bytes) -> None:
         for _, rank in self._others:
             self.links.send(rank, packet)
 
-    def _hear(self, rank: int, what: What, kind: Kind, number: int, num_bytes: int) -> Word:
+    def _receive_word(self, rank: int, what: What, kind: Kind, number: int, num_bytes: int) -> Word:
         word = self.links.take(rank, (self.axis, number, False))
         if word[:2] != (what, kind) or word[4] != num_bytes:
             raise LostRank(
@@ -276,10 +276,10 @@ class SharedMemoryCollectives:
         self._count += 1
         number, mine = self._count, tensor.contiguous()
         row = mine.view(-1).view(torch.uint8).numpy().tobytes()
-        self._tell(self._head(What.ROW, kind, number, num_bytes=len(row)) + row)
+        self._send_to_all(self._make_header(What.ROW, kind, number, num_bytes=len(row)) + row)
         found = [row if place == self.rank else b"" for place in range(len(self.ranks))]
         for place, rank in self._others:
-            found[place] = self._hear(rank, What.ROW, kind, number, len(row))[5]
+            found[place] = self._receive_word(rank, What.ROW, kind, number, len(row))[5]
         if not row:
             return tensor.new_empty((len(self.ranks), *tensor.shape))
         rows = torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).view(tensor.dtype)
@@ -316,12 +316,12 @@ class SharedMemoryCollectives:
         assert at is not None
         self._count += 1
         begun = _RunningSum(self._count, kind, tensor, into, num_bytes)
-        self._tell(self._head(What.READY, kind, self._count, at, num_bytes))
+        self._send_to_all(self._make_header(What.READY, kind, self._count, at, num_bytes))
         self._open.append(begun)
-        self._go_on()
+        self._add_shares()
         return begun
 
-    def _go_on(self) -> None:
+    def _add_shares(self) -> None:
         """Add this rank's share of the open sums for which all ranks' values have arrived."""
         self.links.drain()
         for each in (begun for begun in self._open if not begun.is_added):
@@ -341,7 +341,7 @@ class SharedMemoryCollectives:
         count, dtype = len(self.ranks), begun.mine.dtype
         rows = [begun.mine.view(-1)] * count
         for place, rank in self._others:
-            word = self._hear(rank, What.READY, begun.kind, begun.number, begun.num_bytes)
+            word = self._receive_word(rank, What.READY, begun.kind, begun.number, begun.num_bytes)
             rows[place] = self.links.reach(rank, word).view(dtype)
         most = -(-begun.mine.numel() // count)
         first = min(begun.mine.numel(), most * self.rank)
@@ -357,7 +357,7 @@ class SharedMemoryCollectives:
                 if piece is not total:
                     piece.copy_(total)
         begun.is_added = True
-        self._tell(self._head(What.DONE, begun.kind, begun.number))
+        self._send_to_all(self._make_header(What.DONE, begun.kind, begun.number))
 
     @torch.no_grad()
     def gather_into(self, into: Tensor, tensor: Tensor) -> None:
@@ -366,14 +366,14 @@ class SharedMemoryCollectives:
         assert at is not None
         self._count += 1
         number = self._count
-        self._tell(self._head(What.READY, Kind.GATHER, number, at, num_bytes))
+        self._send_to_all(self._make_header(What.READY, Kind.GATHER, number, at, num_bytes))
         parts = into.view(len(self.ranks), -1)
         if parts[self.rank].data_ptr() != tensor.data_ptr():
             parts[self.rank].copy_(tensor.view(-1))
         for place, rank in self._others:
-            word = self._hear(rank, What.READY, Kind.GATHER, number, num_bytes)
+            word = self._receive_word(rank, What.READY, Kind.GATHER, number, num_bytes)
             parts[place].copy_(self.links.reach(rank, word).view(tensor.dtype))
-        self._tell(self._head(What.DONE, Kind.GATHER, number))
+        self._send_to_all(self._make_header(What.DONE, Kind.GATHER, number))
         self._await_done(number)
 
 
@@ -414,7 +414,7 @@ def add_up(rows: Sequence[Tensor]) -> Tensor:
     return rows[0]
 
 
-def meet(
+def connect(
     group: Group, transport: Transport, *, wait_s: float, timeout_s: float
 ) -> SharedMemoryCollectives | None:
     """Connect all ranks of `group` by sockets; every rank must call this.

@@ -27,10 +27,10 @@ from surefoot.core import place
 from surefoot.core.errors import InputError, LostRank
 from surefoot.core.flight import Flight, make_file
 from surefoot.core.place import Place
-from surefoot.core.process.signals import STACKS_SIGNAL, dying_with
+from surefoot.core.process.signals import STACKS_SIGNAL, make_parent_death_hook
 from surefoot.core.ranks.layout import Transport
-from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, lost_while_joining
-from surefoot.runtime.comm.host_memory import meet
+from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, raise_lost_rank
+from surefoot.runtime.comm.host_memory import connect
 
 LOOK_S, ROLL_S = 0.05, 1.0
 # how often this process has joined others: one run may follow the other, and all ranks count alike
@@ -66,14 +66,14 @@ def join(
         return
     _collect_at_exit()
     if here.has_agent:
-        dying_with(os.getppid())()  # else the ranks of a killed torchrun would train on
+        make_parent_death_hook(os.getppid())()  # else the ranks of a killed torchrun would train on
     interface = (
         None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
     )
-    restore = _nothing if interface is None else place.set_variable("GLOO_SOCKET_IFNAME", interface)
+    restore = _noop if interface is None else place.set_variable("GLOO_SOCKET_IFNAME", interface)
     try:
         store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
-        with lost_while_joining():
+        with raise_lost_rank():
             _await_all(store, here, wait_s)
         backend, begun_s = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
         try:
@@ -106,10 +106,10 @@ def join(
             roll = (  # else the launcher knows more
                 functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
             )
-            with _recording(here) as flight:
+            with _record_collectives(here) as flight:
                 group = Group(here.rank, here.world_size, where, flight, roll=roll)
                 shm = (
-                    meet(group, transport, wait_s=wait_s, timeout_s=timeout_s)
+                    connect(group, transport, wait_s=wait_s, timeout_s=timeout_s)
                     if where.type == "cpu"
                     else None
                 )
@@ -132,7 +132,7 @@ def _collect_at_exit() -> None:
     atexit.register(gc.collect)
 
 
-def _nothing() -> None: ...
+def _noop() -> None: ...
 
 
 def _find_interface(here: Place) -> str | None:
@@ -158,7 +158,7 @@ def _find_interface(here: Place) -> str | None:
 
 
 @contextlib.contextmanager
-def _recording(here: Place) -> Iterator[Flight]:
+def _record_collectives(here: Place) -> Iterator[Flight]:
     """Return a context that records this rank's collectives and stacks for the supervisor.
 
     Without a supervisor other ranks of this host read the record. STACKS_SIGNAL writes the stack.

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from surefoot.core.ranks.layout import Layout
-from surefoot.runtime.comm.group import ALONE, Group, lost_while_joining
+from surefoot.runtime.comm.group import ALONE, Group, raise_lost_rank
 
 
 @dataclass(frozen=True)
@@ -50,21 +50,21 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
     if not layout.is_sharded:
         return Mesh(group, group, ALONE)
     if layout.replicate == 1:
-        return Mesh(group, ALONE, _within(group, range(group.size), dist.group.WORLD, 2))
+        return Mesh(group, ALONE, _make_subgroup(group, range(group.size), dist.group.WORLD, 2))
     across = [range(first, group.size, layout.shard) for first in range(layout.shard)]
     along = [range(first, first + layout.shard) for first in range(0, group.size, layout.shard)]
     found: list[Group] = []
     for number, axis in enumerate((across, along), start=1):
         for ranks in axis:
-            with lost_while_joining():
+            with raise_lost_rank():
                 # all ranks make every one of them
                 channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
             if group.rank in ranks:
-                found.append(_within(group, ranks, channel, number))
+                found.append(_make_subgroup(group, ranks, channel, number))
     return Mesh(group, *found)
 
 
-def _within(group: Group, ranks: range, channel: Any, axis: int) -> Group:
+def _make_subgroup(group: Group, ranks: range, channel: Any, axis: int) -> Group:
     memory = None if group.memory is None else group.memory.among(ranks, axis)
     return Group(
         ranks.index(group.rank),

@@ -132,7 +132,7 @@ def check_names(given: Mapping[str, str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def told(table: NcclTable, *, num_ranks: int, on_gpu: bool) -> Iterator[list[str]]:
+def set_variables(table: NcclTable, *, num_ranks: int, on_gpu: bool) -> Iterator[list[str]]:
     """Return a context that sets NCCL's variables from the table; it yields notes for the user.
 
     Ranks join inside the context. The table overrides the environment. Nothing is set if NCCL is

@@ -89,10 +89,12 @@ class _Watch:
         self._mine, self._files, self._pids, self._stall_s = files[rank][0], files, pids, stall_s
         self._watcher: subprocess.Popen[bytes] | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="surefoot watch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._check_ranks, name="surefoot watch", daemon=True
+        )
         self._thread.start()
 
-    def _look(self) -> None:
+    def _check_ranks(self) -> None:
         while not self._is_over.wait(LOOK_S):
             if flight.is_dismissed(self._mine):
                 os._exit(LostRank.exit_code)  # the main thread hangs, or waits for one that does

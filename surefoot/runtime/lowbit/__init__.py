@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from surefoot.core.errors import needing
+from surefoot.core.errors import require_package
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def torchao(needed_for: str) -> Iterator[None]:
     logging.disable(logging.WARNING)
     try:
         with (
-            needing("torchao", "torchao", extra="lowbit", needed_for=needed_for),
+            require_package("torchao", "torchao", extra="lowbit", needed_for=needed_for),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore")

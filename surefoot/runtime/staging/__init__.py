@@ -40,7 +40,10 @@ class Staging:
         """Copy the tensors; return contiguous host copies, valid until the next `begin`."""
         try:
             with torch.no_grad():
-                kept = {name: self._fitting(name, source) for name, source in self._sources.items()}
+                kept = {
+                    name: self._find_host_buffer(name, source)
+                    for name, source in self._sources.items()
+                }
                 self._copies = kept
                 for name, source in self._sources.items():
                     _copy(kept[name], source)
@@ -49,7 +52,7 @@ class Staging:
             self._sources = {}
             self._copied.set()
 
-    def _fitting(self, name: str, source: Tensor) -> Tensor:
+    def _find_host_buffer(self, name: str, source: Tensor) -> Tensor:
         held = self._copies.get(name)
         if held is not None and held.shape == source.shape and held.dtype == source.dtype:
             return held

@@ -22,7 +22,7 @@ from surefoot.components.precision.policy import PLAIN, Policy
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import Timing, learning_rate_of
-from surefoot.contract.task import Batch, Resolved, Source
+from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.schedule.plan import Curve
 from surefoot.runtime.comm.group import Group
 from surefoot.train.environment import circumstances
@@ -57,7 +57,7 @@ class Assembly:
     """All parts that a run trains with: spec, task, model, data, optimizers, schedule, notes."""
 
     spec: RunSpec
-    task: Resolved
+    task: ResolvedTask
     model: nn.Module
     evaluation: Callable[[str], Source]
     updates: list[LiveUpdate]

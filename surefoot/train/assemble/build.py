@@ -23,7 +23,7 @@ from surefoot.components.optim.learning_rates import (
 )
 from surefoot.components.precision.policy import build as build_policy
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, Source
+from surefoot.contract.task import ResolvedTask, Source
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
@@ -37,7 +37,7 @@ from surefoot.train.assemble.model import (
     set_storage,
     take_task,
 )
-from surefoot.train.assemble.updates import make_curve, make_updates, own_schedule
+from surefoot.train.assemble.updates import make_curve, make_updates, schedule_of_task
 from surefoot.train.environment import (
     describe_cudnn,
     find_device,
@@ -114,7 +114,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     unshared = set[str]()
     tried = None if better else _try_out(spec, resolved, model, read, device, unshared)
     better = better or (tried.better if tried else "lower")
-    own = own_schedule(spec, resolved)
+    own = schedule_of_task(spec, resolved)
     stated = spec.schedule if own is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
@@ -163,7 +163,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     )
 
 
-def _describe_choices(spec: RunSpec, task: Resolved, feed: Feed) -> list[str]:
+def _describe_choices(spec: RunSpec, task: ResolvedTask, feed: Feed) -> list[str]:
     """Return notes on the task, the norms of the model and the samples of an epoch."""
     notes, source = list[str](), feed.source
     if task.importable is None:
@@ -184,7 +184,7 @@ def _describe_choices(spec: RunSpec, task: Resolved, feed: Feed) -> list[str]:
 
 def _try_out(
     spec: RunSpec,
-    task: Resolved,
+    task: ResolvedTask,
     model: nn.Module,
     read: Callable[[str], Source],
     device: torch.device,
@@ -228,7 +228,7 @@ def _find_warnings(
 
 def _make_engine(
     spec: RunSpec,
-    task: Resolved,
+    task: ResolvedTask,
     model: nn.Module,
     updates: list[LiveUpdate],
     course: RunSchedule,
@@ -274,9 +274,9 @@ def _make_engine(
         stepper.noise = _noise(course.feed, updates)
     compiled = None
     if spec.compile.what != "none":
-        from surefoot.train.record.compiling import compile_as_stated
+        from surefoot.train.record.compiling import compile_as_specified
 
-        compiled = compile_as_stated(spec, task, model, stepper, updates, recomputed)
+        compiled = compile_as_specified(spec, task, model, stepper, updates, recomputed)
         notes.append(compiled.words)
         stepper.eager = compiled.eager
     return Engine(device, policy, average, stepper, recomputed, compiled), notes

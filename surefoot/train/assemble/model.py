@@ -14,11 +14,11 @@ from surefoot.components.parallel.wrapped import check_unwrapped
 from surefoot.components.stability.norms import convert_batchnorm
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved, find_arguments, find_use, is_named, load, resolve
+from surefoot.contract.task import ResolvedTask, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import SpecError, TaskError
 
 
-def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
+def build_model(spec: RunSpec, task: ResolvedTask) -> nn.Module:
     """Return the task's model, with BatchNorm replaced as `train.batchnorm` says.
 
     Raises SpecError if BatchNorm is to be replaced and the model has none.
@@ -37,7 +37,7 @@ def build_model(spec: RunSpec, task: Resolved) -> nn.Module:
     return model
 
 
-def build_on_device(spec: RunSpec, task: Resolved, device: torch.device) -> nn.Module:
+def build_on_device(spec: RunSpec, task: ResolvedTask, device: torch.device) -> nn.Module:
     """Return the task's model on `device`. Raises TaskError for a model that cannot be trained."""
     model = build_model(spec, task)
     if not isinstance(model, nn.Module):
@@ -51,7 +51,7 @@ def build_on_device(spec: RunSpec, task: Resolved, device: torch.device) -> nn.M
 
 
 def find_wanted_blocks(
-    spec: RunSpec, task: Resolved, model: nn.Module
+    spec: RunSpec, task: ResolvedTask, model: nn.Module
 ) -> Sequence[str | nn.Module]:
     """Return the blocks to recompute: `memory.blocks`, else the task's; empty for repeated ones."""
     return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
@@ -89,11 +89,11 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
     return notes
 
 
-def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
+def take_task(spec: RunSpec, task: Any = None) -> tuple[ResolvedTask, RunSpec]:
     """Return the resolved `task`, or the spec's task, and the spec that can build it again."""
     if task is None:
         return load_task(spec), spec
-    if isinstance(task, Resolved):
+    if isinstance(task, ResolvedTask):
         return task, spec
     if spec.data.folder is not None:
         raise SpecError(
@@ -112,7 +112,7 @@ def take_task(spec: RunSpec, task: Any = None) -> tuple[Resolved, RunSpec]:
     return resolve(task), spec.replace_all({**tables, "task": {}})
 
 
-def load_task(spec: RunSpec) -> Resolved:
+def load_task(spec: RunSpec) -> ResolvedTask:
     """Build the spec's task with its `[data] folder`. Raises SpecError if none is named."""
     if spec.task.use is None:
         raise SpecError(

@@ -13,29 +13,29 @@ from surefoot.components.data.feed import Feed
 from surefoot.components.optim.build import OWN_KEYS, check_effects, table_of
 from surefoot.components.optim.build import build as build_optimizer
 from surefoot.components.optim.groups import build_groups, check_cover, find_trained
-from surefoot.components.optim.learning_rates import scaled
+from surefoot.components.optim.learning_rates import apply_batch_scaling
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.contract.state import learning_rate_of, master_of
-from surefoot.contract.task import Loss, Resolved, Update
+from surefoot.contract.task import Loss, ResolvedTask, Update
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.schedule.plan import Curve
 from surefoot.train.step import LiveUpdate
 
 
 def make_curve(
-    spec: RunSpec, task: Resolved, schedule: Curve, feed: Feed, total_steps: int | None
+    spec: RunSpec, task: ResolvedTask, schedule: Curve, feed: Feed, total_steps: int | None
 ) -> Callable[[int], float]:
     """Return the learning rate multiplier per step: the schedule, scaled by batch size if asked."""
-    own = own_schedule(spec, task)
-    return scaled(
+    own = schedule_of_task(spec, task)
+    return apply_batch_scaling(
         schedule if own is None else _own_curve(own, spec, total_steps), spec.optim, feed.batch_at
     )
 
 
 def make_updates(
     spec: RunSpec,
-    task: Resolved,
+    task: ResolvedTask,
     model: nn.Module,
     schedule: Curve,
     curve: Callable[[int], float],
@@ -43,9 +43,9 @@ def make_updates(
 ) -> tuple[list[LiveUpdate], list[str]]:
     """Return the updates of a step, and notes. Raises SpecError or TaskError for bad ones."""
     notes: list[str] = []
-    if own_schedule(spec, task) is not None:
+    if schedule_of_task(spec, task) is not None:
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
-    stated = _stated_updates(task, model)
+    stated = _updates_of_task(task, model)
     check_effects(
         spec.optim,
         has_own_groups=task.parameter_groups is not None and len(stated) == 1,
@@ -71,7 +71,7 @@ def make_updates(
             optimizers,
             clip=spec.optim.clip,
             clip_value=spec.optim.clip_value,
-            curve=_at_run_steps(curve, update.every),
+            curve=_to_update_steps(curve, update.every),
             momentum_curve=_momentum_of(schedule, update.every),
             total_steps=total_steps if schedule.is_pure else None,
         )
@@ -97,13 +97,13 @@ def make_updates(
 
 def _momentum_of(schedule: Curve, every: int) -> Callable[[int], float] | None:
     return (
-        _at_run_steps(lambda step: schedule.momentum(step) or 0.0, every)
+        _to_update_steps(lambda step: schedule.momentum(step) or 0.0, every)
         if schedule.momentum(0) is not None
         else None
     )
 
 
-def own_schedule(spec: RunSpec, task: Resolved) -> Callable[[int, int], float] | None:
+def schedule_of_task(spec: RunSpec, task: ResolvedTask) -> Callable[[int, int], float] | None:
     """Return the task's `schedule`, or None if the spec has a [schedule] table."""
     return None if "schedule" in spec.model_fields_set else task.schedule
 
@@ -133,12 +133,12 @@ def _is_finite(value: Any) -> bool:
         return False
 
 
-def _at_run_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
+def _to_update_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
     """Return `curve`, made a function of the step count of an `Update` of every n-th run step."""
     return curve if every == 1 else lambda applied: curve((applied + 1) * every - 1)
 
 
-def _check_cover(task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate]) -> None:
+def _check_cover(task: ResolvedTask, model: nn.Module, updates: Sequence[LiveUpdate]) -> None:
     """Check that each trained parameter is in one group, or in at least one of `updates`."""
     groups = [{"params": update.guarded.parameters} for update in updates]
     if task.updates is not None:
@@ -152,7 +152,7 @@ def _check_cover(task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate]
     check_cover(model, groups)
 
 
-def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
+def _updates_of_task(task: ResolvedTask, model: nn.Module) -> list[Update]:
     if task.updates is None:
         one = task.task
 
@@ -170,7 +170,7 @@ def _stated_updates(task: Resolved, model: nn.Module) -> list[Update]:
 
 
 def _optimizers(
-    spec: RunSpec, task: Resolved, model: nn.Module, update: Update, many: bool
+    spec: RunSpec, task: ResolvedTask, model: nn.Module, update: Update, many: bool
 ) -> tuple[Sequence[torch.optim.Optimizer], Sequence[str]]:
     parameters = list(update.parameters)
     mine = {id(master_of(parameter)) for parameter in parameters}
@@ -188,11 +188,11 @@ def _optimizers(
         }
         if held != mine:
             raise TaskError(
-                f"update {update.name} names {len(mine)} parameters, and its "
+                f"update {update.name} names {len(mine)} parameters, but its "
                 f"optimizer holds {len(held)}; they must be the same",
                 hint="give the Update and its optimizer the same parameters",
             )
-        return (_stepping_alone(update.optimizer),), (
+        return (_refuse_lbfgs(update.optimizer),), (
             f"{type(update.optimizer).__name__} of the task",
         )
     trained = [each for each in find_trained(model) if id(each.parameter) in mine]
@@ -231,10 +231,10 @@ def _optimizers(
             f"optimizer(groups) of task {task.name} returned a {type(made).__name__}",
             hint="return a torch.optim.Optimizer",
         )
-    return (_stepping_alone(made),), (f"{type(made).__name__} of the task's optimizer(groups)",)
+    return (_refuse_lbfgs(made),), (f"{type(made).__name__} of the task's optimizer(groups)",)
 
 
-def _stepping_alone(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return `optimizer`; refuse LBFGS, whose repeated loss calls break sample counts."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(

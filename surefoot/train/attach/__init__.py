@@ -28,7 +28,7 @@ from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import check_given, name_objects
 from surefoot.train.attach.loop_record import LoopRecord
-from surefoot.train.record.noticed.unheld import Unheld, variables
+from surefoot.train.record.noticed.unheld import UnheldObjects, variables
 
 
 def attach(
@@ -80,11 +80,11 @@ def attach(
     check_shaped(model)
     wanted = None if folder is None else Path(folder)
     group = loop_ranks.find_group(wanted)
-    caller, bare = sys._getframe(1), loop_ranks.bare(model, group)
+    caller, bare = sys._getframe(1), loop_ranks.unwrap_ddp(model, group)
     objects, kept = group.settle(
         lambda: name_objects(bare, optimizers, state or {}, variables(caller))
     )
-    unheld = Unheld(objects, optimizers, data)
+    unheld = UnheldObjects(objects, optimizers, data)
     reported = [*kept, *unheld.find(caller)]
     notes = loop_ranks.describe_buckets(group, model)
     return AttachedLoop(

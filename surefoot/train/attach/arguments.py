@@ -89,7 +89,7 @@ def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: 
     """Return a note on each setting that differs from the last attempt, and how to set either."""
     notes = []
     for key in [key for key in now if before.get(key, now[key]) != now[key]]:
-        told = f"the script sets {key} = {now[key]}, and the previous attempt had {before[key]}"
+        told = f"the script sets {key} = {now[key]}, but the previous attempt had {before[key]}"
         if key == "data.batch_size":
             notes.append(f"{told}: the rest of the interrupted epoch has other batches")
         else:
@@ -153,7 +153,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     """Return how exactly a loop can resume in the middle of an epoch of `data` ("proven",
     "replayed" or "none"), and the reason.
     """
-    if saves_its_place(data):
+    if can_save_position(data):
         return "proven", "the loader saves and restores its position"
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return "proven", "the loader reads any batch by its index"
@@ -170,7 +170,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     return "replayed", "a resumed loop reads the epoch again up to its position"
 
 
-def saves_its_place(data: Any) -> bool:
+def can_save_position(data: Any) -> bool:
     """Return whether `data` can save its position.
 
     Some loaders (Accelerate's) have the methods and raise unless they were built for it.

@@ -78,7 +78,7 @@ def find_group(given: Path | None) -> Group:
     return Group(rank, size, channel=dist.new_group(backend="gloo"), roll=lambda: f"; {TOGETHER}")
 
 
-def bare(model: nn.Module, group: Group) -> nn.Module:
+def unwrap_ddp(model: nn.Module, group: Group) -> nn.Module:
     """Return the model inside DistributedDataParallel, for the weight names of a checkpoint."""
     inner: Any = (
         model.module
@@ -118,11 +118,13 @@ def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def taken(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
+def acquire_folder(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
     """Return a context in which rank 0 holds the loop's folder; if it cannot, all ranks raise."""
     with contextlib.ExitStack() as stack:
         mine = group.settle(
-            lambda: stack.enter_context(_taken_by_first(group, choice)) if group.is_first else None
+            lambda: (
+                stack.enter_context(_acquire_on_first(group, choice)) if group.is_first else None
+            )
         )
         row: dict[str, Any] = {}
         if mine is not None:
@@ -144,7 +146,9 @@ def taken(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, 
 
 
 @contextlib.contextmanager
-def _taken_by_first(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
+def _acquire_on_first(
+    group: Group, choice: Callable[[], Chosen]
+) -> Iterator[tuple[Chosen, RunLock]]:
     try:
         with folder.acquire_run_folder(choice, None) as mine:
             yield mine
@@ -286,7 +290,7 @@ def prepare_save(
     """
     problem: StorageError | None = None
     try:
-        if group.is_first and not lock.still_ours():
+        if group.is_first and not lock.is_still_held():
             raise StorageError(lock.describe_loss(), hint="this attempt ends here")
         write()
     except StorageError as error:
@@ -328,7 +332,7 @@ def save(
     content = group.settle(
         lambda: _share_of(group, *checkpoint.content_of(step, state, attributes))
     )
-    return checkpoint.commit_together(run, content(), stamp, group, may_commit=lock.still_ours)
+    return checkpoint.commit_together(run, content(), stamp, group, may_commit=lock.is_still_held)
 
 
 def _share_of(group: Group, content: Content, own: Mapping[str, Tensor]) -> Callable[[], Content]:

@@ -32,16 +32,16 @@ from surefoot.train import environment, folder
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import (
     as_loss,
+    can_save_position,
     describe_changes,
     find_guarantee,
     given_settings,
     length_of,
-    saves_its_place,
 )
 from surefoot.train.attach.loop_keeper import LoopKeeper
 from surefoot.train.attach.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
 from surefoot.train.failure import blame
-from surefoot.train.record.noticed.unheld import Unheld
+from surefoot.train.record.noticed.unheld import UnheldObjects
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.program import Program
 
@@ -61,7 +61,7 @@ class LoopRecord:
         every: int,
         save: str | None,
         group: Group,
-        noticed: tuple[Unheld, Sequence[str], tuple[str, ...]],
+        noticed: tuple[UnheldObjects, Sequence[str], tuple[str, ...]],
     ) -> None:
         self._unheld, reported, notes_on_resume = noticed
         self._has_saved = False
@@ -101,8 +101,8 @@ class LoopRecord:
             accept_code_change=True,
             closed_by=(),
         )
-        with loop_ranks.taken(group, choice) as (chosen, self._lock):
-            self._at, self._root = folder.anchor(chosen.folder), chosen.folder.absolute()
+        with loop_ranks.acquire_folder(group, choice) as (chosen, self._lock):
+            self._at, self._root = folder.make_absolute(chosen.folder), chosen.folder.absolute()
             self.generation = self._lock.generation
             self._keeper = LoopKeeper(self._root, self._lock, objects, self._watched, save, group)
             notes = (
@@ -114,7 +114,9 @@ class LoopRecord:
                 lambda: RankedLedger(group, self._root, self._watched.promise, self.generation)
             )
             self._journal = begin_journal(
-                group, self._root, lambda: self._started(model, name, program, data, notes)
+                group,
+                self._root,
+                lambda: self._make_started_record(model, name, program, data, notes),
             )
         for note in notes if group.is_first else ():
             self._console.warn(note)
@@ -156,7 +158,7 @@ class LoopRecord:
             *notes,
         )
 
-    def _started(
+    def _make_started_record(
         self,
         model: nn.Module,
         name: str,
@@ -234,7 +236,7 @@ class LoopRecord:
             "training_s": self._training_s,
         }
         try:
-            data_state = self._data.state_dict() if saves_its_place(self._data) else None  # type: ignore[attr-defined]
+            data_state = self._data.state_dict() if can_save_position(self._data) else None  # type: ignore[attr-defined]
             with self.clock.within(CHECKPOINT):
                 prepare_save(self._group, self.step, self._ledger, self._lock, self._journal.sync)
                 made, elapsed_s = self._keeper.save(self.step, counters, data_state)
@@ -391,7 +393,7 @@ class LoopRecord:
             self._journal.abandon()
             self._journal = NoJournal()
             return
-        self._let_go()
+        self._release_lock()
 
     # ---- the end
 
@@ -433,16 +435,16 @@ class LoopRecord:
             cause = f"{passes} over the data" if is_whole else ""
         cause = cause or f"the loop exited after step {self.step}"
         if not self._is_over and not self._lock.is_lost():
-            self._write(self._ended(outcome, cause, exit_code))
+            self._write(self._make_ended_record(outcome, cause, exit_code))
         if not self._is_over:
             try:
                 self._ledger.sync()
                 self._journal.close()
             except StorageError as error:
                 self._give_up(error)
-        self._let_go()
+        self._release_lock()
 
-    def _ended(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
+    def _make_ended_record(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
         self.clock.take()
         elapsed_s, peak_bytes = time.perf_counter() - self.started_s, peak_resident_bytes()
         num_timed = self.num_samples - self._num_untimed
@@ -482,7 +484,7 @@ class LoopRecord:
             summary=summary,
         )
 
-    def _let_go(self) -> None:
+    def _release_lock(self) -> None:
         self._is_over = True
         self._stop_listening()
         self._watched.close()

@@ -43,7 +43,7 @@ Change = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Shortage:
+class MemoryShortage:
     """Facts about a failed allocation, without references to tensors.
 
     `raised` is the user's line of code that failed, with Python's error message.
@@ -73,7 +73,7 @@ class Shortage:
         )
 
 
-def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
+def describe_shortage(error: Exception, assembly: Assembly, step: int) -> MemoryShortage:
     """Return facts about the failed allocation, read before the step's memory is released."""
     device, said = assembly.engine.device, _ASKED_FOR.search(str(error))
     peak = (
@@ -83,7 +83,7 @@ def look(error: Exception, assembly: Assembly, step: int) -> Shortage:
     line, whole = find_place(error), describe(error)
     # torch's own say what was asked for
     raised = whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
-    return Shortage(
+    return MemoryShortage(
         step,
         assembly.engine.stepper.clock.phase,
         whole,
@@ -102,7 +102,9 @@ def write_segments(folder: Path, assembly: Assembly) -> None:
             files.write_whole(folder, SEGMENTS_FILE, json.dumps(segments, default=str).encode())
 
 
-def tell(shortage: Shortage, assembly: Assembly, folder: Path, then: str) -> OutOfMemory:
+def report_shortage(
+    shortage: MemoryShortage, assembly: Assembly, folder: Path, then: str
+) -> OutOfMemory:
     """Write the report to the run folder and return the OutOfMemory error that names it.
 
     `then` says why the step is not repeated with half the microbatch. Values that cannot be
@@ -189,10 +191,10 @@ def _or_none(microbatch: int, batch: int) -> int | None:
     return microbatch if microbatch < batch else None
 
 
-def half(microbatch: int) -> int:
+def halve_microbatch(microbatch: int) -> int:
     """Return the largest divisor of `microbatch` that is at most half of it.
 
-    >>> half(32), half(15), half(7)
+    >>> halve_microbatch(32), halve_microbatch(15), halve_microbatch(7)
     (16, 5, 1)
     """
     return next(size for size in range(microbatch // 2, 0, -1) if microbatch % size == 0)
@@ -205,7 +207,7 @@ def _candidates(assembly: Assembly) -> Iterator[Change]:
     if use is not None and signature.has_parameter(use, "chunked_loss"):
         yield {"task": {"chunked_loss": True}}
     if microbatch > 1:
-        yield {"train": {"microbatch": half(microbatch)}}
+        yield {"train": {"microbatch": halve_microbatch(microbatch)}}
     kind = RecomputeChoice.parse(spec.memory.activation_checkpointing).kind
     if kind == "none":
         yield {"memory": {"activation_checkpointing": "operators"}}

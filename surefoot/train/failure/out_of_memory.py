@@ -41,18 +41,20 @@ class WithinMemory:
                     raise
                 from surefoot.train.failure import account
 
-                shortage = account.look(error, self._assembly, number)
+                shortage = account.describe_shortage(error, self._assembly, number)
                 account.write_segments(self._folder, self._assembly)
                 traceback.clear_frames(error.__traceback__)  # what the step held is let go
                 reason = self._reason_against(shortage.phase)
                 if not self._halves or reason is not None:
                     then = f"; memory.on_oom is 'halve', but {reason}" if self._halves else ""
-                    raise account.tell(shortage, self._assembly, self._folder, then) from error
+                    raise account.report_shortage(
+                        shortage, self._assembly, self._folder, then
+                    ) from error
             self._stepper.undo_failed_step()
-            self._let_go()
+            self._release_memory()
             restore_random(before)
             feed = self._assembly.feed
-            feed.microbatch = account.half(feed.microbatch)
+            feed.microbatch = account.halve_microbatch(feed.microbatch)
             done = (
                 f"this step is repeated with microbatch {feed.microbatch}, and later steps keep it"
             )
@@ -74,7 +76,7 @@ class WithinMemory:
             return "the task has a state(), which the forward passes of this step may have changed"
         return None
 
-    def _let_go(self) -> None:
+    def _release_memory(self) -> None:
         """Release the memory of the failed step; called only between two attempts at a step."""
         gc.collect()
         if self._assembly.engine.device.type == "cuda":

@@ -59,7 +59,7 @@ class _Script:
         error = getattr(sys, "last_value", None)
         return (
             error.exit_code
-            if isinstance(error, SurefootError) and _passed_through(error, self._frame)
+            if isinstance(error, SurefootError) and _has_frame(error, self._frame)
             else EXIT_OK
         )
 
@@ -86,7 +86,7 @@ def _find_script() -> FrameType | None:
     return last if is_script and getattr(main, "__file__", None) else None
 
 
-def _passed_through(error: BaseException, frame: FrameType) -> bool:
+def _has_frame(error: BaseException, frame: FrameType) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame is not frame:
         trace = trace.tb_next

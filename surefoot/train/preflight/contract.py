@@ -69,14 +69,14 @@ def check(assembly: Assembly) -> list[str]:
             environment.set_seeds(seed)
             before = read_streams()
             with Gathering() as gathered:
-                loss = _try(update.name, update.loss, assembly.model, tried, what)
+                loss = _try_loss(update.name, update.loss, assembly.model, tried, what)
             draws = read_streams() != before
         writes[0] |= versions.have_changed()
         gathers[update.name] = gathered.was_used
         return halving.LossTrial(loss, draws, gathered.was_used)
 
     def attempt_all(part: np.ndarray) -> samples.SampleLosses:
-        batch = _first(read, part)
+        batch = _read_first(read, part)
         what = f"{len(part)} samples" if source.guarantee == "proven" else "the first batch"
         return samples.SampleLosses(
             part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates]
@@ -88,7 +88,7 @@ def check(assembly: Assembly) -> list[str]:
         or assembly.spec.memory.on_oom == "halve"
         or len(assembly.feed.microbatches(window)) > 1  # on several ranks
     )
-    with preserve_state(assembly.model, state), computing(assembly):
+    with preserve_state(assembly.model, state), trial_context(assembly):
         (ids, batch, wholes), warnings = samples.find(assembly, attempt_all)
         assembly.warnings.extend(warnings)
         for update, whole in zip(assembly.updates, wholes, strict=True):
@@ -114,7 +114,7 @@ def check(assembly: Assembly) -> list[str]:
             assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
-    with computing(assembly):
+    with trial_context(assembly):
         _check_lone_sample(assembly, read)
     recomputed = assembly.engine.recomputed
     if recomputed is not None and recomputed.budget is not None:
@@ -134,7 +134,7 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
                 update.loss(model, copy_of(read(ids)))
 
 
-def computing(assembly: Assembly) -> AbstractContextManager[Any]:
+def trial_context(assembly: Assembly) -> AbstractContextManager[Any]:
     """Return the context of the trial forward passes: fp32, unless weights are stored in bf16.
 
     fp32 best separates a summed loss from a mean; weights stored in bf16 cannot compute in fp32.
@@ -193,7 +193,7 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
             hook.remove()
 
 
-def _first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
+def _read_first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
     try:
         return read(ids)
     except SurefootError:
@@ -237,7 +237,7 @@ def _check_counts(
             )
 
 
-def _try(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
+def _try_loss(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
     try:
         made = loss(model, batch)
     except SurefootError:

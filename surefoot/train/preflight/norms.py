@@ -15,7 +15,7 @@ from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Batch
 from surefoot.core.units import format_percent
 from surefoot.train.assemble import Assembly
-from surefoot.train.preflight.contract import computing
+from surefoot.train.preflight.contract import trial_context
 from surefoot.train.quiet import preserve_state
 from surefoot.train.step import LiveUpdate
 
@@ -40,7 +40,9 @@ def check(assembly: Assembly) -> list[str]:
             # and nothing else: dropout would draw otherwise for the whole and for its parts
             module.train()
         shares = [
-            _apart(assembly, update, [read(np.concatenate(parts))], list(map(read, parts)))
+            _relative_difference(
+                assembly, update, [read(np.concatenate(parts))], list(map(read, parts))
+            )
             for update in assembly.updates
         ]
     told = max((share for share in shares if share is not None), default=None)
@@ -62,7 +64,7 @@ def check(assembly: Assembly) -> list[str]:
     ]
 
 
-def _apart(
+def _relative_difference(
     assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts: Sequence[Batch]
 ) -> float | None:
     """Return the difference of the two gradients relative to the first; None if undefined."""
@@ -80,7 +82,7 @@ def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) 
     found = [torch.zeros_like(each, dtype=torch.float32) for each in params]
     count = 0.0
     for batch in batches:
-        with computing(assembly):
+        with trial_context(assembly):
             loss = update.loss(assembly.model, batch)
         total = torch.stack([term.total * term.weight for term in loss.terms]).sum()
         for into, part in zip(

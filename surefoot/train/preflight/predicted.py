@@ -25,15 +25,15 @@ from surefoot.components.memory.trace import (
     Allocations,
     build_without_numbers,
     fake_tensors,
-    naming,
     total_bytes,
+    track_blocks,
 )
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.backward import backward
 from surefoot.components.optim.kinds.eight_bits import load_codes
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
-from surefoot.contract.task import Resolved, Source, resolve
+from surefoot.contract.task import ResolvedTask, Source, resolve
 from surefoot.core.errors import InputError, SurefootError
 from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import RecomputeChoice
@@ -174,7 +174,7 @@ class _Read:
         return self._source if split == "train" else self._task.data(split)
 
 
-def _read(spec: RunSpec, task: Resolved, source: Source, num_ranks: int) -> list[Any]:
+def _read(spec: RunSpec, task: ResolvedTask, source: Source, num_ranks: int) -> list[Any]:
     """Return the augmented microbatches of rank 0 in the first step; no rank has more of them."""
     feed = make_feed(spec, source, Share(0, num_ranks, spec.layout.virtual_ranks))
     window = feed.window(0)
@@ -275,7 +275,7 @@ def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Predicti
         gradients = RankGradients(share, model, watched)
     mark: Any = functools.partial(_mark, watched, gradients)
     hooks = [cast(Any, each).register_post_accumulate_grad_hook(mark) for each in trained]
-    with naming(_parts(model), watched.enter), watched:
+    with track_blocks(_parts(model), watched.enter), watched:
         take_step()
     for hook in hooks:
         hook.remove()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Resolved
+from surefoot.contract.task import ResolvedTask
 from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train import environment, folder, preflight
 from surefoot.train.assemble import Assembly, assemble, take_task
@@ -19,7 +19,7 @@ from surefoot.train.resume.start import check_as_stated
 class PreparedRun(NamedTuple):
     """A run that can be opened: its task as given, its parts, and how its folder is chosen."""
 
-    task: Resolved
+    task: ResolvedTask
     program: Program
     assembly: Assembly
     choose: Callable[[], Chosen]

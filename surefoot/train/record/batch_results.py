@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
-from surefoot.contract.task import Batch, Metric, Output, Resolved
+from surefoot.contract.task import Batch, Metric, Output, ResolvedTask
 from surefoot.runtime.comm.group import Group
 
 # totals and counts, which go as text
@@ -90,7 +90,7 @@ def is_sendable(metric: Metric) -> bool:
     )
 
 
-def watch(task: Resolved, unshared: set[str]) -> Resolved:
+def watch(task: ResolvedTask, unshared: set[str]) -> ResolvedTask:
     """Return the task, whose `metrics` adds the names of unsendable metrics to `unshared`."""
     if task.metrics is None:
         return task

@@ -13,7 +13,7 @@ from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.recompute import RecomputeHandle
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import Compilation
-from surefoot.contract.task import Resolved
+from surefoot.contract.task import ResolvedTask
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import format_seconds
 from surefoot.train.step import LiveUpdate, Stepper
@@ -73,7 +73,7 @@ class Compiling:
         if len(self._again) > self._table.budget and not self._is_over:
             self._is_over = True
             action = "the run continues" if self._table.over_budget == "warn" else "the run ends"
-            faults.append((self._over, action))
+            faults.append((self._describe_over_budget, action))
         return CompileNotices(new, lines, faults)
 
     def _breaks(self, compilations: list[Compilation]) -> list[str]:
@@ -83,7 +83,7 @@ class Compiling:
         return [f"graph break: {reason}" for reason in broken]
 
     @property
-    def _over(self) -> str:
+    def _describe_over_budget(self) -> str:
         return (
             f"{len(self._again)} recompilations, compile.budget is "
             f"{self._table.budget}; the last one: {self._again[-1].words}"
@@ -93,7 +93,7 @@ class Compiling:
         """Raise TaskError if the compile budget is spent and the spec says to stop then."""
         if self._is_over and self._table.over_budget == "stop":
             raise TaskError(
-                self._over,
+                self._describe_over_budget,
                 hint=(
                     "pad batches to one size, or to a few; or set "
                     "compile.dynamic = true; or give a larger compile.budget"
@@ -101,9 +101,9 @@ class Compiling:
             )
 
 
-def compile_as_stated(
+def compile_as_specified(
     spec: RunSpec,
-    task: Resolved,
+    task: ResolvedTask,
     model: nn.Module,
     stepper: Stepper,
     updates: list[LiveUpdate],

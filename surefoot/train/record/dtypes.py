@@ -24,7 +24,7 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
     record = assembly.engine.stepper.record
     if record is None:
         return
-    rows = tuple(in_short(record.parameters))
+    rows = tuple(summarize_dtypes(record.parameters))
     telling.write(
         events.Dtypes(
             generation=telling.generation,
@@ -56,7 +56,7 @@ def _is_fused_attention(operator: str) -> bool:
     return operator.startswith("_scaled_dot_product_") and "math" not in operator
 
 
-def in_short(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
+def summarize_dtypes(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
     """Return one row per group of like parameters, with the names of the first few."""
     return [
         {**row, "names": row["names"][:NUM_NAMED], "num_parameters": len(row["names"])}

@@ -38,7 +38,7 @@ class Outputs:
         kept = {}
         for name, value in leaves.items():
             if (why := _reason_against(value, size)) is None:
-                kept[name] = [_plain(each) for each in _parts(value)]
+                kept[name] = [_to_plain(each) for each in _parts(value)]
             else:
                 self.left_out[name] = why
         if not kept:
@@ -87,7 +87,7 @@ class Outputs:
             if len({part.shape[1:] for part in parts}) == 1:
                 found[name] = np.ascontiguousarray(torch.cat(parts).numpy())
                 continue
-            found[name] = torch.cat([_padded(part, parts) for part in parts]).numpy()
+            found[name] = torch.cat([_pad(part, parts) for part in parts]).numpy()
             shapes = [
                 np.tile(np.array(part.shape[1:], dtype=np.int64), (len(part), 1)) for part in parts
             ]
@@ -192,13 +192,13 @@ def _parts(value: Tensor | list[Tensor]) -> Sequence[Tensor]:
     return [value]
 
 
-def _plain(value: Tensor) -> Tensor:
+def _to_plain(value: Tensor) -> Tensor:
     value = value.detach().cpu()
     value = value.to_dense() if value.layout != torch.strided else value
     return value.float() if value.dtype in HALVES.values() else value
 
 
-def _padded(part: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _pad(part: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Return `part` padded with zeros at the end to the largest sizes in `parts`."""
     most = [max(lengths) for lengths in zip(*(each.shape[1:] for each in parts), strict=True)]
     made = part.new_zeros(len(part), *most)

@@ -32,7 +32,9 @@ FILE = "shape.json"
 MEASURED = 3  # the step of an attempt that is measured: by then all that is held is there
 
 
-def stepping(assembly: Assembly, telling: Telling, folder: Path) -> Callable[[int], StepReport]:
+def make_step_function(
+    assembly: Assembly, telling: Telling, folder: Path
+) -> Callable[[int], StepReport]:
     """Return the step function of a run; called with the number of the step."""
     step: Callable[[int], StepReport] = Unfreezing(
         WithinMemory(assembly, telling, folder), assembly, telling
@@ -103,16 +105,16 @@ class PeakCheck:
         measure = (
             _Device(self._assembly)
             if self._assembly.engine.device.type == "cuda"
-            else _Host(self._assembly)
+            else _HostPeak(self._assembly)
         )
         try:
             report = self._step(number)
         finally:
             peak = measure.stop()
-        self._tell(number, peak)
+        self._report_peak(number, peak)
         return report
 
-    def _tell(self, number: int, peak: int | None) -> None:
+    def _report_peak(self, number: int, peak: int | None) -> None:
         feed = self._assembly.feed
         is_same = feed.microbatch == self._microbatch and feed.batch_at(number - 1) == feed.largest
         predicted = self._predicted.peak_bytes if self._predicted is not None and is_same else None
@@ -134,7 +136,7 @@ class PeakCheck:
             )
 
 
-class _Host:
+class _HostPeak:
     """Peak host memory of a step in bytes, by torch's profiler; None if that is already running."""
 
     def __init__(self, assembly: Assembly) -> None:

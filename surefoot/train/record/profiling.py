@@ -95,7 +95,7 @@ class Profiling:
             self._profiler.step_done(int(report.epoch))
             self._listen()
         if self._asked is not None and self._profiler is not None and self._profiler.is_done:
-            self._answer("done", f"recorded up to step {report.step:,}")
+            self._answer_request("done", f"recorded up to step {report.step:,}")
 
     def _phase_begins(self, phase: int) -> None:
         """Mark the range of `phase` in the trace; time outside of all phases has no range."""
@@ -114,7 +114,7 @@ class Profiling:
             has_any = self._profiler.close()
             self._listen()
             if self._asked is not None:
-                self._answer(
+                self._answer_request(
                     "done" if has_any else "failed", "the run ended before the profile window"
                 )
 
@@ -129,7 +129,7 @@ class Profiling:
         except Exception as error:
             if self._asked is None:
                 raise
-            self._answer(
+            self._answer_request(
                 "failed",
                 error.message
                 if isinstance(error, SurefootError)
@@ -144,12 +144,12 @@ class Profiling:
         with self._suppress_window_errors():
             text = files.read_text(self._run, f"{FOLDER}/{REQUEST_FILE}")
             self._request.unlink()
-            asked = _checked(text)
+            asked = _check_request(text)
             self._asked = asked["id"]
             window = self.begin(Window(**LIVE, active=asked["active"]), asked["levels"], step)
             self._say(f"step {step:,}: a profile was requested: {window}")
 
-    def _answer(self, outcome: str, words: str) -> None:
+    def _answer_request(self, outcome: str, words: str) -> None:
         """Write the answer to the request and reset, so that the next request can be taken."""
         self._clock.listener = None
         answer = {"version": 1, "id": self._asked, "outcome": outcome, "words": words}
@@ -163,7 +163,7 @@ class Profiling:
         self._listen()
 
 
-def _checked(text: str) -> Mapping[str, Any]:
+def _check_request(text: str) -> Mapping[str, Any]:
     """Return the fields of a request. Raises InputError for a damaged request."""
     with contextlib.suppress(ValueError, RecursionError):
         asked = json.loads(text)

@@ -99,13 +99,13 @@ class Scores:
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
         self._assembly.schedule.observe(math.nan if result.value is None else result.value)
-        if result.value is None or not math.isfinite(result.value) or not self._beats(result):
+        if result.value is None or not math.isfinite(result.value) or not self._is_better(result):
             self._since_best += 1
             return False
         self.best, self.best_step, self._since_best = result, step, 0
         return True
 
-    def _beats(self, result: Evaluation) -> bool:
+    def _is_better(self, result: Evaluation) -> bool:
         if self.best is None or self.best.value is None or result.value is None:
             return True
         return (

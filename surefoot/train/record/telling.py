@@ -173,7 +173,7 @@ class Telling:
         if trouble is not None:
             self.console.warn(trouble)
 
-    def hear(self, loader: Loader) -> Callable[[], None]:
+    def subscribe(self, loader: Loader) -> Callable[[], None]:
         """Subscribe to the loader's notices (failed worker, waiting steps, number of workers).
 
         Returns the function that ends the loader's workers.

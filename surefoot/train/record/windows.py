@@ -87,7 +87,7 @@ def record_again(
     try:
         with runlock.RunLock(place):
             attempt = Run(
-                _long_enough(run, spec, step, window),
+                _lengthen(run, spec, step, window),
                 folder=place / "run",
                 quiet=True,
                 start=Start(run, step),
@@ -108,7 +108,7 @@ def _clear_killed(folder: Path) -> None:
             shutil.rmtree(place, ignore_errors=True)
 
 
-def _long_enough(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
+def _lengthen(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
     """Return the spec, lengthened if fewer steps are left than the window needs.
 
     The schedule is then constant: the learning rate does not change the time of a step.
@@ -139,7 +139,7 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
     try:
         files.make_folder(run, f"{FOLDER}/{ASKING}")
     except OSError as error:
-        raise _unwritten(folder, error) from None
+        raise _make_unwritten_error(folder, error) from None
     if runlock.is_held(asking):
         raise InputError(
             f"another `surefoot profile` is waiting for a profile of {run}",
@@ -166,7 +166,7 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
     try:
         files.write_whole(run, f"{FOLDER}/{REQUEST_FILE}", json.dumps(asked).encode())
     except OSError as error:
-        raise _unwritten(folder, error) from None
+        raise _make_unwritten_error(folder, error) from None
     tell(f"{run} is running: requested a profile of its next {window.active} steps")
     try:
         while True:
@@ -187,7 +187,7 @@ def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> d
     return found
 
 
-def _unwritten(folder: Path, error: OSError) -> InputError:
+def _make_unwritten_error(folder: Path, error: OSError) -> InputError:
     return InputError(f"{folder} cannot be written: {error.strerror}", hint=hint_unwritten(error))
 
 

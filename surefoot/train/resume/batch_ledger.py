@@ -50,4 +50,4 @@ def takes_batches(folder: Path) -> bool:
 
     A resumed run keeps its ledger format.
     """
-    return loop_ledger.is_of_a_loop(folder) or not (folder / FILE).exists()
+    return loop_ledger.is_loop_run(folder) or not (folder / FILE).exists()

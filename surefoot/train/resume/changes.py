@@ -188,7 +188,7 @@ def find(before: RunSpec, after: RunSpec) -> list[Change]:
         if ours.get(key) != theirs.get(key)
     ]
     known = {change.key for change in found}
-    stated, was_stated = _stated(after) - known, _stated(before) - known
+    stated, was_stated = _find_given_keys(after) - known, _find_given_keys(before) - known
     found += [
         Change(key, "not stated", theirs.get(key), rule_for(key))
         for key in sorted(stated - was_stated)
@@ -199,7 +199,7 @@ def find(before: RunSpec, after: RunSpec) -> list[Change]:
     ]
 
 
-def _stated(spec: RunSpec) -> set[str]:
+def _find_given_keys(spec: RunSpec) -> set[str]:
     """Return the given keys that override a part of the task, whatever their values."""
     tables = spec.as_tables()
     return {
@@ -212,14 +212,14 @@ def _stated(spec: RunSpec) -> set[str]:
 
 def _values(spec: RunSpec) -> dict[str, Any]:
     tables = spec.model_dump(mode="python")
-    tables["task"] = {"use": _named(spec.task.use), **spec.task.parameters}
-    tables["schedule"] = spec.schedule.effective()
+    tables["task"] = {"use": _short_name(spec.task.use), **spec.task.parameters}
+    tables["schedule"] = spec.schedule.used_keys()
     return {
         f"{table}.{key}": value for table, keys in tables.items() for key, value in keys.items()
     }
 
 
-def _named(use: str | None) -> str | None:
+def _short_name(use: str | None) -> str | None:
     """Return the task's name with the file name alone, as in the spec's id: the file may move."""
     if use is None:
         return None
@@ -247,11 +247,11 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
     more = f", and {len(found) - MAX_SHOWN} more keys differ" if len(found) > MAX_SHOWN else ""
     return RunFolderError(
         f"{run} is the run of a different spec: {'; '.join(map(str, found[:MAX_SHOWN]))}{more}",
-        hint="\n".join(_ways(run, found)),
+        hint="\n".join(_commands_to_resume(run, found)),
     )
 
 
-def _ways(run: Path, found: Sequence[Change]) -> list[str]:
+def _commands_to_resume(run: Path, found: Sequence[Change]) -> list[str]:
     """Return the commands to resume with the old values, use the new ones, or start at step 0."""
     name = shlex.quote(str(run))
     newest = max(manifest.steps(run), default=0)

@@ -151,7 +151,7 @@ class CheckpointManager:
     # ---- saving
 
     @contextlib.contextmanager
-    def alike(self) -> Iterator[None]:
+    def write_alike(self) -> Iterator[None]:
         """Return a context for the writes before a save.
 
         If all ranks take part in the save and the writes fail on one rank, all ranks raise
@@ -227,7 +227,9 @@ class CheckpointManager:
             layout=self._layout,
         )
         content, moving = self._state.take(step, more, clock, of_ranks)
-        if step == self.saved_step and self._are_on_disk(_together(content, moving), texts=asked):
+        if step == self.saved_step and self._are_on_disk(
+            _join_content(content, moving), texts=asked
+        ):
             return
         if (
             self._table.background
@@ -239,7 +241,7 @@ class CheckpointManager:
             if copied:
                 self.before_update()
         else:
-            tell(self._on_save_result(self._saver.save_now(_together(content, moving))))
+            tell(self._on_save_result(self._saver.save_now(_join_content(content, moving))))
         self._pace.start_training_time(is_regular=is_regular)
 
     def _are_on_disk(self, content: Content, *, texts: bool) -> bool:
@@ -256,7 +258,7 @@ class CheckpointManager:
         except RunFolderError:
             return False
         if texts and any(
-            name not in held or held[name].sha256 != digest.of_bytes(text)
+            name not in held or held[name].sha256 != digest.digest_of_bytes(text)
             for name, text in content.texts.items()
             if name != CLOCK
         ):
@@ -270,7 +272,7 @@ class CheckpointManager:
 
     def _write(self, content: Content, may_commit: Callable[[], bool]) -> Manifest:
         def may() -> bool:
-            return may_commit() and self._lock.still_ours()
+            return may_commit() and self._lock.is_still_held()
 
         def write() -> Manifest:
             if self._all_save:
@@ -383,7 +385,7 @@ class CheckpointManager:
             from surefoot.contract.run_folder.gone import describe_lost, find_gone
 
             gone = find_gone(self._folder)
-        adapt = self._state.forgetting(forget) if forget else None
+        adapt = self._state.keep_current(forget) if forget else None
 
         def restore(commit: Commit) -> None:
             self._check_own(commit)
@@ -435,7 +437,7 @@ class CheckpointManager:
         return troubles
 
 
-def _together(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Content:
+def _join_content(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> Content:
     files = {file: dict(tensors) for file, tensors in content.tensors.items()}
     for file, tensors in moving.items():
         files.setdefault(file, {}).update(

@@ -86,14 +86,14 @@ class Program:
         task = (
             []
             if before.code_digest == self.digest
-            else [self._shown(self.file) if self.file else "the class of the task"]
+            else [self._display_path(self.file) if self.file else "the class of the task"]
         )
         files = self._files()
         others = {name: _digest(files[name]) for name in before.modules.keys() & files.keys()}
         changed = sorted(
             name for name, digest in others.items() if digest not in (None, before.modules[name])
         )
-        return [*task, *(self._shown(files[name]) for name in changed)]
+        return [*task, *(self._display_path(files[name]) for name in changed)]
 
     def _files(self) -> dict[str, Path]:
         roots = tuple(
@@ -109,7 +109,7 @@ class Program:
             if str(path).startswith(roots) and path != self.file
         }
 
-    def _shown(self, path: Path) -> str:
+    def _display_path(self, path: Path) -> str:
         above = next(
             (each for each in (self.project, Path.cwd()) if path.is_relative_to(each)), None
         )
@@ -120,12 +120,12 @@ def _sources() -> Iterator[tuple[str, Path]]:
     """Yield (name, file) of each imported module except installed, standard and surefoot ones."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if isinstance(file, str) and name not in SCRIPTS and (path := _own(file)) is not None:
+        if isinstance(file, str) and name not in SCRIPTS and (path := _user_file(file)) is not None:
             yield name, path
 
 
 @functools.cache
-def _own(file: str) -> Path | None:
+def _user_file(file: str) -> Path | None:
     """Return the real path of a module's file; None for an installed, standard or surefoot one."""
     if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
         return None  # before the path is resolved, which reads each folder on the way

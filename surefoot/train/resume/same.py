@@ -39,7 +39,7 @@ def open_same(group: Group, run: Path, step: int) -> Commit:
     commit, seen = None, ""
     try:
         commit = Commit(run, step)
-        seen = digest.of_bytes(files.read_bytes(commit.folder, manifest.FILE))
+        seen = digest.digest_of_bytes(files.read_bytes(commit.folder, manifest.FILE))
     except (RunFolderError, OSError):
         seen = ""
     _compare(group, run, f"resumes after step {step:,}", seen)

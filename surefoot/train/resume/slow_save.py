@@ -25,7 +25,7 @@ class SlowSave(NamedTuple):
         """The measurement as one sentence."""
         took, period = format_seconds(self.took_s), format_seconds(self.period_s)
         return (
-            f"the save after step {self.step:,} took {took}, and the next one was due after "
+            f"the save after step {self.step:,} took {took}, but the next one was due after "
             f"{period}"
         )
 

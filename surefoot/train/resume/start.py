@@ -18,7 +18,7 @@ from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of
-from surefoot.contract.task import Resolved
+from surefoot.contract.task import ResolvedTask
 from surefoot.core.errors import RunFolderError, SpecError
 from surefoot.core.units import name_some
 from surefoot.runtime.comm.group import ALONE
@@ -105,12 +105,17 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
         )
     is_other_task = any(change.key.startswith("task.") for change in found)
     state = LiveState(assembly)
-    saved = state.restore(commit, lambda tree: _adapt(tree, found), keep_buffers=is_other_task)
+    saved = state.restore(
+        commit, lambda tree: _remove_replaced_state(tree, found), keep_buffers=is_other_task
+    )
     same.check_alike(group, state, start.step)
     if total is None:
         _check_time_left(commit, saved, assembly)
     return RunStart(
-        start.step, parent, (*_notes(start, found), *_others(start.run, assembly)), saved
+        start.step,
+        parent,
+        (*_notes(start, found), *_note_other_changes(start.run, assembly)),
+        saved,
     )
 
 
@@ -134,7 +139,7 @@ def spec_of(run: Path) -> RunSpec:
     return spec_file.read_of_run(run, checks_task=False).spec
 
 
-def _adapt(tree: dict[str, Any], found: Sequence[Change]) -> None:
+def _remove_replaced_state(tree: dict[str, Any], found: Sequence[Change]) -> None:
     """Remove the state that the changed keys of the spec replace from `tree`."""
     from surefoot.train.resume import changes
 
@@ -161,7 +166,7 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _others(run: Path, assembly: Assembly) -> list[str]:
+def _note_other_changes(run: Path, assembly: Assembly) -> list[str]:
     """Return notes on changes outside the spec: training data, the task's code, versions."""
     starts = (
         [event for event in events.read(run, Started) if isinstance(event, Started)]
@@ -199,7 +204,7 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
     )
 
 
-def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
+def check_as_stated(chosen: Chosen, spec: RunSpec, task: ResolvedTask) -> None:
     """Raise SpecError if the spec now overrides another part of the task than at the start.
 
     A default that is given explicitly overrides the task's part, and the spec's id does not show
@@ -221,7 +226,7 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: Resolved) -> None:
         )
 
 
-def _overridden_parts(tables: Mapping[str, Any], task: Resolved) -> dict[str, bool]:
+def _overridden_parts(tables: Mapping[str, Any], task: ResolvedTask) -> dict[str, bool]:
     """Return which parts of the task the spec overrides by giving the key, whatever the value."""
     table = tables.get("optim", {})
     is_named = task.optimizer is not None and table.get("name", "task") != "task"
@@ -302,7 +307,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
         for name, each in own.items()
         if name not in stored and checkpoint.identity(each) not in held
     ]
-    told = _told(
+    told = _describe_loaded(
         len(fits),
         len(stored),
         {"missing": missing, "of a different shape": reshaped, "unexpected": unexpected},
@@ -329,19 +334,19 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
 
     commit.read(checkpoint.MODEL, give)
     publish(assembly.model.parameters())
-    _follow(assembly)
+    _reset_average(assembly)
     return f"started with the weights of {commit.folder}: {told}"
 
 
 @torch.no_grad()
-def _follow(assembly: Assembly) -> None:
+def _reset_average(assembly: Assembly) -> None:
     """Reset the average of the weights to the loaded weights."""
     average = assembly.engine.average
     if average is not None:
         average.begin_again()
 
 
-def _told(num_loaded: int, num_stored: int, others: Mapping[str, Sequence[str]]) -> str:
+def _describe_loaded(num_loaded: int, num_stored: int, others: Mapping[str, Sequence[str]]) -> str:
     parts = [f"loaded {num_loaded} of {num_stored} tensors"]
     for what, names in others.items():
         if names:

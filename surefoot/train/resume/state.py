@@ -190,10 +190,10 @@ class LiveState:
             finite=frozenset(finite),
         )
         if self._sharded is not None:
-            return self._of_this_rank(content, moving, self._sharded)
+            return self._part_of_rank(content, moving, self._sharded)
         return content, {file: held for file, held in moving.items() if held}
 
-    def _of_this_rank(
+    def _part_of_rank(
         self, content: Content, moving: Files, sharded: Sharded
     ) -> tuple[Content, Files]:
         """Return the part that this rank writes: its rows; rank 0 the rest; a replica nothing."""
@@ -226,14 +226,14 @@ class LiveState:
         """
         if not name.startswith(OPTIMIZER_ROOT):
             return part_of(tensor)
-        moved = self._moved(name)
+        moved = self._local_rows_of(name)
         return (
             None
             if moved is None or tensor.ndim == 0 or tensor.shape != moved.shape
             else part_of(moved)
         )
 
-    def _moved(self, name: str) -> Tensor | None:
+    def _local_rows_of(self, name: str) -> Tensor | None:
         """Return the local rows of an optimizer state tensor's parameter; None if not sharded."""
         # a parameter's own name may have a "/"
         return self._held.get(name.partition("/state/")[2].rpartition("/")[0])
@@ -272,9 +272,9 @@ class LiveState:
                 continue  # tied: stored once
             seen.add(key)
             if not isinstance(tensor, nn.Parameter):
-                copied.setdefault(trained, {})[name] = _copied(averages.get(id(tensor), tensor))
+                copied.setdefault(trained, {})[name] = _copy(averages.get(id(tensor), tensor))
                 if id(tensor) in averages:
-                    copied.setdefault(LIVE, {})[name] = _copied(tensor)
+                    copied.setdefault(LIVE, {})[name] = _copy(tensor)
             elif id(master_of(tensor)) in averages:
                 moving.setdefault(trained, {})[name] = averages[id(master_of(tensor))]
                 moving.setdefault(LIVE, {})[name] = master_of(tensor)
@@ -410,7 +410,7 @@ class LiveState:
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
         has_moments = bool(commit.names(OPTIMIZER))  # what holds no tensors is not written
         moments = (
-            commit.read(OPTIMIZER, lambda name, piece: self._fitting(name, held.get(name), piece))
+            commit.read(OPTIMIZER, lambda name, piece: self._target(name, held.get(name), piece))
             if has_moments
             else {}
         )
@@ -436,7 +436,7 @@ class LiveState:
             checkpoint.restore_random(random)
         return tree
 
-    def forgetting(self, parts: Collection[str]) -> Callable[[dict[str, Any]], None]:
+    def keep_current(self, parts: Collection[str]) -> Callable[[dict[str, Any]], None]:
         """Return a function that keeps the current values of these parts when a checkpoint is read.
 
         Used by `fault.forget` to show what each part is needed for.
@@ -454,12 +454,12 @@ class LiveState:
 
         return forget
 
-    def _fitting(self, name: str, held: Tensor | None, piece: Piece) -> Tensor:
+    def _target(self, name: str, held: Tensor | None, piece: Piece) -> Tensor:
         """Return the tensor into which `piece` is read: in place if shapes match, else a new one.
 
         A step counter may be shared by many parameters, so it is read into a new tensor.
         """
-        moved = self._moved(name)
+        moved = self._local_rows_of(name)
         part = None if moved is None else part_of(moved)
         if moved is None or part is None or piece.shape != part.whole:
             fits = held is not None and held.ndim > 0 and tuple(held.shape) == piece.shape
@@ -471,7 +471,7 @@ class LiveState:
         )
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().cpu().contiguous()
 
 

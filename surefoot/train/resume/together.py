@@ -73,7 +73,7 @@ def join_ranks(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]
 
     with contextlib.ExitStack() as stack:
         said = stack.enter_context(
-            nccl.told(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda")
+            nccl.set_variables(spec.nccl, num_ranks=here.world_size, on_gpu=device.type == "cuda")
         )
         table = spec.layout
         group = stack.enter_context(
@@ -137,7 +137,7 @@ def check_shared(spec: RunSpec) -> None:
         if is_set:
             room, name = key.split(".")
             raise SpecError(
-                f"{key} is {table.get(room, {}).get(name)!r}, and there are several ranks: {why}",
+                f"{key} is {table.get(room, {}).get(name)!r}, but there are several ranks: {why}",
                 hint=f"leave {key} out, or train on one rank",
             )
 
@@ -294,7 +294,7 @@ def home_of(group: Group, run: Path) -> Path:
         raise StorageError(words, hint=hint_unwritten(error)) from error
 
 
-def let_follow(group: Group, assembly: Assembly) -> Callable[[], None]:
+def release_other_ranks(group: Group, assembly: Assembly) -> Callable[[], None]:
     """Signal that rank 0 has written its first record; return what removes the gradient hooks."""
     if group.is_first:
         group.from_first("begun")
@@ -334,7 +334,7 @@ def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
     """
     from surefoot.contract import loop_ledger
 
-    if isinstance(feed.source, Iterated) and loop_ledger.is_of_a_loop(parent):
+    if isinstance(feed.source, Iterated) and loop_ledger.is_loop_run(parent):
         loop_ledger.begin_fork(parent, run, step)
     else:
         ledger.begin_fork(parent, run, plan_of(feed), step)

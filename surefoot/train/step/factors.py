@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from surefoot.contract.task import Batch, Resolved, Term
+from surefoot.contract.task import Batch, ResolvedTask, Term
 from surefoot.core.errors import TaskError
 from surefoot.train.step.counts import Count, check_count
 
@@ -28,7 +28,7 @@ Counts = Mapping[str, float] | float | None  # of the global batch; None where t
 class LossFactors:
     """Factors of a step's loss terms, before and after its backward pass."""
 
-    def __init__(self, task: Resolved, device: torch.device, scaler: LossScaler | None) -> None:
+    def __init__(self, task: ResolvedTask, device: torch.device, scaler: LossScaler | None) -> None:
         self._task, self._device, self._scaler = task, device, scaler
         self._moves = device.type != "cpu"
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
@@ -56,7 +56,7 @@ class LossFactors:
             float(value).is_integer() for row in rows for value in row.values()
         ):
             raise TaskError(
-                "counts(batch) returned a fractional count, and the sum of fractions "
+                "counts(batch) returned a fractional count, but the sum of fractions "
                 "depends on their order",
                 hint="return whole counts, or leave layout.virtual_ranks out",
             )
@@ -65,10 +65,10 @@ class LossFactors:
         )
         return found[""] if list(found) == [""] else found
 
-    def remaining(
+    def mean_factor(
         self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None
     ) -> float | Tensor:
-        """Return the factor that makes gradients means; NaN (skips the step) without items."""
+        """Return the factor from gradient sums to means; without items NaN, to skip the step."""
         counts = [count for _, count, _ in totals.values()]
         is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
         if is_known:

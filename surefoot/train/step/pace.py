@@ -72,12 +72,12 @@ class Paces:
     def end(self) -> None:
         """End the step."""
         now = self._now()
-        other_s = 0.0 if self._ended is None else _between(self._ended, self._began)
-        compute_s = _between(self._ready, now)
+        other_s = 0.0 if self._ended is None else _seconds_between(self._ended, self._began)
+        compute_s = _seconds_between(self._ready, now)
         if self._passes:  # both have happened: the sum of the losses was waited for
             compute_s = self._passes[0].elapsed_time(self._passes[1]) / 1e3
         self._mine = Pace(
-            _between(self._began, self._ready),
+            _seconds_between(self._began, self._ready),
             compute_s,
             other_s,
             self._work[0],
@@ -133,6 +133,6 @@ class Paces:
         return {key: tuple(round(value, 7) for value in values) for key, values in found.items()}
 
 
-def _between(earlier: Mark, later: Mark) -> float:
+def _seconds_between(earlier: Mark, later: Mark) -> float:
     """Return the seconds between two marks without those spent waiting in collectives."""
     return max(0, later[0] - earlier[0] - (later[1] - earlier[1])) / 1e9

@@ -21,7 +21,7 @@ from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.data.sources.wrapped import as_source
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.task import Batch, Resolved, Source
+from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.hardware import count_cores
 from surefoot.core.ranks.pieces import check_equal_passes, check_pieces
@@ -34,7 +34,7 @@ INSTEAD_OF_A_LOADER = (
 )
 
 
-def read_split(task: Resolved, split: str) -> Source:
+def read_split(task: ResolvedTask, split: str) -> Source:
     """Return the task's data of `split`.
 
     Raises DataError for a split that is unknown or cannot be read, TaskError for an error in the
@@ -88,7 +88,7 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
                 else f"train.microbatch is {train.microbatch}"
             )
             raise SpecError(
-                f"{given}, and the source gives whole batches: {source.describe()}",
+                f"{given}, but the source gives whole batches: {source.describe()}",
                 hint=(
                     "leave train.batch out; to accumulate train.batch batches in "
                     "each step, set train.microbatch = 1"
@@ -101,7 +101,7 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
             )
         if spec.optim.reference_batch is not None:
             raise SpecError(
-                "optim.reference_batch is given, and the source "
+                "optim.reference_batch is given, but the source "
                 f"gives whole batches: {source.describe()}",
                 hint="leave it out, and set optim.lr for the batch size of the source",
             )
@@ -135,7 +135,7 @@ def describe_short_batch(feed: Feed) -> list[str]:
     whole = f"a step trains on all {n:,}, which is one epoch"
     return [
         (
-            f"train.batch is {largest:,}, and the training set has {n:,} {unit}: {whole}; set "
+            f"train.batch is {largest:,}, but the training set has {n:,} {unit}: {whole}; set "
             f"train.batch to {n:,} or less"
         )
     ]
@@ -145,7 +145,7 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
     """Raise SpecError if the samples of a step cannot be divided among the ranks."""
     if source.guarantee != "proven":
         raise SpecError(
-            f"{num_ranks} ranks share the samples of each step, and the source is "
+            f"{num_ranks} ranks share the samples of each step, but the source is "
             f"read in sequence: {source.describe()}",
             hint=f"give samples that are read by index{INSTEAD_OF_A_LOADER}, or train on one rank",
         )
@@ -165,7 +165,7 @@ def _chunk_of(spec: RunSpec, source: Source) -> int:
     if not sizes or not spec.data.shuffle:
         why = "data.shuffle is false" if sizes else f"the source has no shards: {source.describe()}"
         raise SpecError(
-            f"data.window is {spec.data.window}, and {why}",
+            f"data.window is {spec.data.window}, but {why}",
             hint="leave data.window out: then all samples are shuffled together",
         )
     return int(max(sizes))
@@ -252,7 +252,7 @@ def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
     table = spec.loader
     if table.workers and isinstance(source, Iterated):
         raise SpecError(
-            f"loader.workers is {table.workers!r}, and the source gives whole batches "
+            f"loader.workers is {table.workers!r}, but the source gives whole batches "
             f"in sequence: {source.describe()}",
             hint="leave loader.workers out; a DataLoader has its own workers: num_workers",
         )

@@ -175,7 +175,7 @@ def make_ranks(
     if (sharded is not None or spec.layout.virtual_ranks is not None) and find_sparse(model):
         key = "virtual_ranks" if sharded is None else "shard"
         raise SpecError(
-            f"layout.{key} is given, and the gradient of an embedding with sparse=True is sparse: "
+            f"layout.{key} is given, but the gradient of an embedding with sparse=True is sparse: "
             + (
                 "its rows are added in no fixed order"
                 if sharded is None

@@ -41,7 +41,7 @@ from surefoot.components.profiler.phases.clock import (
     PhaseClock,
 )
 from surefoot.contract.state import Scaling, StepReport, leaf_of, learning_rate_of, master_of
-from surefoot.contract.task import Batch, Loss, Resolved, Term
+from surefoot.contract.task import Batch, Loss, ResolvedTask, Term
 from surefoot.core.errors import BadRecordError
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 from surefoot.runtime.attributes.tracker import AttributeTracker
@@ -71,7 +71,7 @@ class Stepper:
         self,
         *,
         model: Any,
-        task: Resolved,
+        task: ResolvedTask,
         feed: Feed,
         updates: list[LiveUpdate],
         seed: int,
@@ -129,7 +129,7 @@ class Stepper:
                 f"none of the {len(taken.window.ids)} samples can be read",
                 hint="use larger batches, or repair the data",
             )
-        batches = self._place(taken, self.loader.peek)
+        batches = self._move_to_device(taken, self.loader.peek)
         waiting_ns = self.clock.switch(FORWARD) - started_ns
         self._buffers.keep()
         sizes, num_samples = self._begin(taken, batches)
@@ -238,7 +238,7 @@ class Stepper:
 
     def look(self, number: int) -> None:
         """Repeat a step's passes without the update, for an observer; unseeded draws differ."""
-        batches = self._place(self.loader.read(number))
+        batches = self._move_to_device(self.loader.read(number))
         self._buffers.keep()
         for index, update in enumerate(self._updates):
             for position, batch in enumerate(batches):
@@ -251,7 +251,7 @@ class Stepper:
             update.guarded.clear_gradients()
         self._buffers.restore()
 
-    def _place(
+    def _move_to_device(
         self, taken: StepBatches, peek: Callable[[int], StepBatches | None] | None = None
     ) -> list[Batch]:
         """Return the batches on the device and start the copy of the next step's from `peek`."""
@@ -340,7 +340,7 @@ class Stepper:
                     first = guarded.norm(), mine[terms[0].name][1]
         if self.ranks is not None:
             if num_idle:
-                self._pass_along(self.ranks, update, index, batches, num_idle)
+                self._run_placeholder_passes(self.ranks, update, index, batches, num_idle)
             switch(COMMUNICATION)
             mine = self.ranks.add_up(index, mine)
             if gathered is not None and gathered.was_used and counts is not None:
@@ -385,7 +385,7 @@ class Stepper:
         self, guarded: GuardedUpdate, totals: Totals, scale: float | None
     ) -> float | Tensor:
         """Return the factor of the gradient sums; NaN, which skips the step, for a bad loss."""
-        factor = self._factors.remaining(totals, scale)
+        factor = self._factors.mean_factor(totals, scale)
         if guarded.on_device:
             # 0, or nan where a loss is not finite
             factor = factor + sum(total * 0.0 for total, _, _ in totals.values())
@@ -410,11 +410,11 @@ class Stepper:
             share = first_count / count
             noise.add((first_norm * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes))
 
-    def _pass_along(
+    def _run_placeholder_passes(
         self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int
     ) -> None:
         """Run passes with zero gradients while other ranks still gather weights from all ranks."""
-        batch = batches[-1] if batches else self._place(self.loader.read(1))[0]
+        batch = batches[-1] if batches else self._move_to_device(self.loader.read(1))[0]
         held = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         attributes = AttributeSnapshot(self._model)
         self._hooks.is_on = False
@@ -446,7 +446,7 @@ class Stepper:
         if done is None:
             return None
         add_terms(totals, done[0])
-        self._factors.remaining(totals, None)
+        self._factors.mean_factor(totals, None)
         return done[1:]
 
     def _update_in_backward(

@@ -78,16 +78,16 @@ class TrainedSet:
         if added := [name for name, each in new.items() if id(each) not in self._known]:
             raise UserCodeError(
                 f"{_list(added)} of the model was added after its optimizer was "
-                f"built, so that no step trains {_it(added)}, and a resumed run would lack it",
+                f"built, so that no step trains {_pronoun(added)}, and a resumed run would lack it",
                 hint=(
                     "build every layer in model(); a layer that is trained later can "
                     "be frozen there, and unfrozen in the loop"
                 ),
             )
-        if why := _why_not(assembly):
+        if why := _reason_against(assembly):
             raise UserCodeError(
                 f"{_list(list(new))} is unfrozen now, but the run cannot train "
-                f"{_it(list(new))}: {why}",
+                f"{_pronoun(list(new))}: {why}",
                 hint=FROM_START,
             )
         _extend(assembly, {id(each) for each in new.values()})
@@ -134,11 +134,11 @@ def _list(names: Sequence[str]) -> str:
     return name_some(names, MAX_NAMED)
 
 
-def _it(names: Sequence[str]) -> str:
+def _pronoun(names: Sequence[str]) -> str:
     return "it" if len(names) == 1 else "them"
 
 
-def _why_not(assembly: Assembly) -> str:
+def _reason_against(assembly: Assembly) -> str:
     """Return why a run cannot train additional parameters; "" if it can."""
     spec, task, ranks = assembly.spec, assembly.task, assembly.engine.stepper.ranks
     reasons = {

@@ -177,7 +177,7 @@ def print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
 
 def print_largest(found: FitSearch) -> None:
     """Print the microbatches that were tried, and the largest that fits."""
-    from surefoot.prove.whatif.fit import MARGIN, usable
+    from surefoot.prove.whatif.fit import MARGIN, subtract_margin
 
     headers = ("microbatch", "steps", "peak memory", "of the limit", "fits")
     rows = [
@@ -193,7 +193,7 @@ def print_largest(found: FitSearch) -> None:
         for each in found.tries
     ]
     print_table(headers, rows, right=headers[:4])
-    limit, most = format_bytes(found.limit_bytes), format_bytes(usable(found.limit_bytes))
+    limit, most = format_bytes(found.limit_bytes), format_bytes(subtract_margin(found.limit_bytes))
     pairs = [("limit", f"{format_percent(1 - MARGIN)} of {limit}: {most}")]
     if found.predicted is not None:
         size, tensors = "none", "those of the smallest microbatch"
@@ -239,6 +239,6 @@ def print_noise(lab: GradientNoiseResult) -> None:
 
 def error_of(row: Split | CompileTiming) -> str:
     """Return the last error of the process, in one line, without its hint."""
-    from surefoot.prove.attempts import last_words
+    from surefoot.prove.attempts import find_last_error
 
-    return last_words(row.failure or "").splitlines()[0]
+    return find_last_error(row.failure or "").splitlines()[0]

@@ -219,7 +219,7 @@ def _read_dcp(source: Path) -> dict[str, Any]:
         for name, entry in entries.items():
             path = paths.get(name) if isinstance(paths, dict) else None
             read = _assemble_tensor if "size" in entry.fields else _plain_value
-            _place(
+            _insert_value(
                 tree,
                 path if isinstance(path, tuple) and path else (name,),
                 read(source, entry, pieces.get(name, [])),
@@ -300,11 +300,11 @@ def _piece(source: Path, info: Any) -> Any:
         return torch.load(io.BytesIO(file.read(length)), map_location="cpu", weights_only=True)
 
 
-def _place(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
+def _insert_value(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> None:
     for part in path[:-1]:
         tree = tree.setdefault(str(part), {})
     if not isinstance(tree, dict) or str(path[-1]) in tree:
-        raise _two_of("/".join(map(str, path)))
+        raise _duplicate_name_error("/".join(map(str, path)))
     tree[str(path[-1])] = value
 
 
@@ -332,7 +332,7 @@ def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         yield path, value
 
 
-def _two_of(name: str) -> InputError:
+def _duplicate_name_error(name: str) -> InputError:
     return InputError(
         f"two entries have the name {name[:100]}",
         hint="rename one of them in the program that wrote it",
@@ -353,9 +353,9 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
             raise InputError(f"the state has more than {MAX_ENTRIES:,} entries")
         name = "/".join(path) or "tensor"
         if any(name in kind for kind in (tensors, values, left_out)):
-            raise _two_of(name)
+            raise _duplicate_name_error(name)
         if isinstance(value, Tensor):
-            if (why := _why_not(name, value)) is None:
+            if (why := _reason_to_refuse(name, value)) is None:
                 tensors[name] = value.detach()
             else:
                 left_out[name] = why
@@ -366,7 +366,7 @@ def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
     return tensors, values, left_out
 
 
-def _why_not(name: str, tensor: Tensor) -> str | None:
+def _reason_to_refuse(name: str, tensor: Tensor) -> str | None:
     if (
         tensor.layout is not torch.strided
         or tensor.device.type != "cpu"

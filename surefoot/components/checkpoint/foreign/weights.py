@@ -293,7 +293,7 @@ def import_weights(
     check_new(to)
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}
     if path.is_file():
-        parent["sha256"] = digest.of_file(path)
+        parent["sha256"] = digest.digest_of_file(path)
     content = Content(
         step=0,
         tensors={

@@ -33,7 +33,7 @@ from surefoot.components.data.remote.shards import SUMS, parse_sums
 from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.index import Index, open_index
 from surefoot.components.data.tars.shards import BLOCK
-from surefoot.contract.digest import of_file
+from surefoot.contract.digest import digest_of_file
 from surefoot.core.errors import DataError
 
 SETTINGS = ".surefoot-convert"
@@ -125,13 +125,13 @@ def convert(
         missing = [
             name
             for name in shards
-            if _size(out / name) != sizes[name] or of_file(out / name) != digests.get(name)
+            if _size(out / name) != sizes[name] or digest_of_file(out / name) != digests.get(name)
         ]
         check_room(out, sum(sizes[name] for name in missing))
         for name, numbers in shards.items():
             if name in missing:
                 _write(out / name, images, numbers)
-                _append(file, f"{of_file(out / name)}  {name}\n".encode())
+                _append(file, f"{digest_of_file(out / name)}  {name}\n".encode())
             tell(len(numbers))
         for name, content in beside.items():
             write_whole(out / name, content)
@@ -144,7 +144,7 @@ def convert(
     return ConvertedShards(
         index=index,
         kept=len(shards) - len(missing),
-        parts=_parts(images),
+        parts=_part_extensions(images),
         beside=(*beside, SUMS),
     )
 
@@ -215,7 +215,7 @@ def _files(images: ImageFolder) -> bytes:
     return "".join(f"{line}\n" for line in lines).encode("utf-8", "surrogateescape")
 
 
-def _parts(images: ImageFolder) -> dict[str, str]:
+def _part_extensions(images: ImageFolder) -> dict[str, str]:
     """Return the extension of each part; images in several formats are a part for each format."""
     kinds = sorted({name.rpartition(".")[2].lower() for name in images.names})
     named = {"image": kinds[0]} if len(kinds) == 1 else {kind: kind for kind in kinds}

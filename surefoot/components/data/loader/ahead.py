@@ -41,7 +41,7 @@ class Ahead:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
             batches = copied[1]
-            map_tensors(batches, lambda tensor: _held_for(tensor, current))
+            map_tensors(batches, lambda tensor: _keep_until_used(tensor, current))
         else:
             batches = self._copy(taken, torch.cuda.current_stream(self._device))
         following = None if peek is None else peek(taken.number + 1)
@@ -52,19 +52,17 @@ class Ahead:
     def _copy(self, taken: StepBatches, stream: Any) -> list[Batch]:
         self._leaving = [each for each in self._leaving if not each[0].query()]
         with torch.cuda.stream(stream):
-            batches = [
-                to_device(map_tensors(batch, _pinned), self._device) for batch in taken.batches
-            ]
+            batches = [to_device(map_tensors(batch, _pin), self._device) for batch in taken.batches]
             self._leaving.append((stream.record_event(), taken))
         return batches
 
 
-def _held_for(tensor: Tensor, stream: Any) -> Tensor:
+def _keep_until_used(tensor: Tensor, stream: Any) -> Tensor:
     """Keep the allocator from reusing the memory of `tensor` before `stream` is done with it."""
     tensor.record_stream(stream)
     return tensor
 
 
-def _pinned(tensor: Tensor) -> Tensor:
+def _pin(tensor: Tensor) -> Tensor:
     """Return `tensor` in pinned memory: a copy from pageable memory waits for earlier copies."""
     return tensor if tensor.is_pinned() else tensor.pin_memory()

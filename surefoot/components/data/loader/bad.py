@@ -55,12 +55,12 @@ def read_sound(source: Source, ids: np.ndarray) -> ReadResult:
         return ReadResult(source.read(ids.copy()))
     except Exception as error:  # noqa: BLE001 - a decoder can raise anything
         _raise_unless_of_a_record(error)
-    bad = tuple(found for each in ids.tolist() if (found := _try(source, each)) is not None)
+    bad = tuple(found for each in ids.tolist() if (found := _try_read(source, each)) is not None)
     left = ReadResult(None, bad).readable_ids(ids)
     return ReadResult(source.read(left.copy()) if len(left) else None, bad)
 
 
-def _try(source: Source, sample: int) -> UnreadableSample | None:
+def _try_read(source: Source, sample: int) -> UnreadableSample | None:
     try:
         source.read(np.array([sample], dtype=np.int64))
     except Exception as error:  # noqa: BLE001 - a decoder can raise anything

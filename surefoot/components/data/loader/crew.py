@@ -413,7 +413,7 @@ class _Pickler(reduction.ForkingPickler):
             raise DataError(
                 (
                     f"{obj.__qualname__} is defined in an interactive session, a notebook or a "
-                    "script on standard input, and no other process can import it"
+                    "script on standard input, but no other process can import it"
                 ),
                 hint="define it in a file, and import it",
             )

@@ -56,7 +56,7 @@ class Reader:
     seeds: bool | None = None
 
     def __call__(self, epoch: int, ids: np.ndarray) -> ReadResult:
-        source = of_epoch(self.source, epoch, self.seed)
+        source = fix_epoch(self.source, epoch, self.seed)
         with self._streams(epoch, ids):
             read = read_sound(source, ids) if self.skips else ReadResult(source.read(ids.copy()))
             if self.augment is None or read.batch is None:
@@ -100,7 +100,7 @@ class Reader:
         )
 
 
-def of_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
+def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
     """Return the source as it is read in `epoch`.
 
     A source that is read sequentially must know its epoch; any other is the same in each epoch.
@@ -124,7 +124,7 @@ def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
     if getattr(source, "thread_safe", False):
         return source.read(ids)
     with _streams_of(derive(seed, epoch, *ids[:1].tolist(), DRAWS)):
-        return of_epoch(source, epoch, seed, keep=True).read(ids)
+        return fix_epoch(source, epoch, seed, keep=True).read(ids)
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def _numpy_stream_of(key: int) -> Iterator[None]:
     To write the 624 words of a state back would cost more than to read many a sample.
     """
     theirs = mtrand.get_bit_generator()  # of the user
-    normal = _held_normal(theirs)
+    normal = _take_cached_normal(theirs)
     own = _unused.pop() if _unused else np.random.MT19937(0)  # a nested context needs another
     mtrand.set_bit_generator(own)
     mtrand.seed(key & 0xFFFFFFFF)
@@ -167,7 +167,7 @@ def _numpy_stream_of(key: int) -> Iterator[None]:
             )
 
 
-def _held_normal(generator: Any) -> float | None:
+def _take_cached_normal(generator: Any) -> float | None:
     """Take the cached second of a pair of normal numbers from numpy's global stream, or None.
 
     The stream loses it when its generator is exchanged. numpy returns it with all 624 words of the

@@ -54,7 +54,7 @@ NOTHING = ReadResult(None)
 
 
 @dataclass(eq=False)
-class _Ticket:
+class _SentJob:
     """Job that was given to a worker, and its result."""
 
     serial: int
@@ -86,8 +86,8 @@ class Loader:
         self._pilot: WorkerTuner | None = None
         self._last_take = 0, 0.0, 0.0
         self._crew: WorkerPool | None = None
-        self._tickets: deque[_Ticket] = deque()  # in the order of the run
-        self._given: dict[int, _Ticket] = {}  # serial -> job that a worker still has
+        self._tickets: deque[_SentJob] = deque()  # in the order of the run
+        self._given: dict[int, _SentJob] = {}  # serial -> job that a worker still has
         self._jobs: Iterator[Job] = iter(())
         self._next, self._serial = 0, 0
         self._slowest_s = 0.0  # slowest batch so far
@@ -105,11 +105,11 @@ class Loader:
         if taken.bad:
             self._leave_out(taken)
         if notices := getattr(self._reader.source, "notices", None):
-            self._pass_on(notices, number)
+            self._report_iterable_notices(notices, number)
         self._watch(number, begun_s, time.perf_counter())
         return taken
 
-    def _pass_on(self, notices: list[tuple[Any, ...]], number: int) -> None:
+    def _report_iterable_notices(self, notices: list[tuple[Any, ...]], number: int) -> None:
         """Report the notices that a sequential source has about its iterable."""
         while notices:
             self.tell(LoaderNotice("data", number, *notices.pop(0)))
@@ -118,19 +118,19 @@ class Loader:
         if number != self._next:
             self._begin_at(number)
         self._next = number + 1
-        tickets = list[_Ticket]()
-        self._top_up()
+        tickets = list[_SentJob]()
+        self._submit_next_jobs()
         while self._tickets and self._tickets[0].job.number == number:
             ticket = self._tickets[0]
-            self._await(ticket)
+            self._wait_for(ticket)
             self._tickets.popleft()
-            self._top_up()
+            self._submit_next_jobs()
             tickets.append(ticket)
         if not tickets:
             return self.read(number)
         self._bound_depth(tickets[0].read.batch)
         if self._in_vain >= MAX_WORKER_ONLY_FAILURES:
-            self._go_on_alone(number)
+            self._continue_without_workers(number)
         return _step_batches(number, tickets)
 
     def peek(self, number: int) -> StepBatches | None:
@@ -257,10 +257,10 @@ class Loader:
                 yield Job(number, window, ids, first)
             number += 1
 
-    def _top_up(self) -> None:
+    def _submit_next_jobs(self) -> None:
         crew = self._crew or self._make_crew()
         while len(self._tickets) < self._depth:
-            loads = self._loads(crew)
+            loads = self._worker_loads(crew)
             place = min(
                 (place for place in range(crew.size) if crew.has_room(place)),
                 key=loads.__getitem__,
@@ -270,11 +270,11 @@ class Loader:
             if job is None or place is None:
                 return
             self._serial += 1
-            ticket = _Ticket(self._serial, job, place)
+            ticket = _SentJob(self._serial, job, place)
             self._tickets.append(ticket)
-            self._give(crew, ticket)
+            self._submit(crew, ticket)
 
-    def _loads(self, crew: WorkerPool) -> list[tuple[int, int]]:
+    def _worker_loads(self, crew: WorkerPool) -> list[tuple[int, int]]:
         """Return the load of each worker: jobs still to be read, and all jobs not yet consumed."""
         reads = Counter(each.place for each in self._given.values())
         holds = Counter(each.place for each in self._tickets)
@@ -293,11 +293,11 @@ class Loader:
             )
         return self._crew
 
-    def _give(self, crew: WorkerPool, ticket: _Ticket) -> None:
+    def _submit(self, crew: WorkerPool, ticket: _SentJob) -> None:
         self._given[ticket.serial] = ticket
         crew.give(ticket.place, ticket.serial, ticket.job)
 
-    def _await(self, ticket: _Ticket) -> None:
+    def _wait_for(self, ticket: _SentJob) -> None:
         crew = self._crew or self._make_crew()
         looked_s, waited_s, used_s = time.monotonic(), 0.0, None
         # many workers on few cores get little CPU time each
@@ -320,7 +320,7 @@ class Loader:
             used_s = now_s if used_s is None else used_s
             is_busy = now_s - used_s > share * waited_s
             if waited_s >= allowed_s * (BUSY if is_busy else 1.0):
-                self._lose(crew, ticket.place, f"returned nothing for {waited_s:.1f} s", ticket)
+                self._replace(crew, ticket.place, f"returned nothing for {waited_s:.1f} s", ticket)
                 waited_s, used_s = 0.0, None
         if ticket.problem is not None:
             self._read_again(ticket)
@@ -331,7 +331,7 @@ class Loader:
         self._slowest_s = max(self._slowest_s, message.took_s)
         if message.serial is None:
             waiting = [each for each in self._given.values() if each.place == message.place]
-            self._lose(
+            self._replace(
                 crew,
                 message.place,
                 message.problem or "ended",
@@ -343,7 +343,7 @@ class Loader:
             ticket.read, ticket.problem, ticket.is_there = message.read, message.problem, True
             ticket.is_unsendable = message.is_unsendable
 
-    def _lose(self, crew: WorkerPool, place: int, how: str, guilty: _Ticket | None) -> None:
+    def _replace(self, crew: WorkerPool, place: int, how: str, guilty: _SentJob | None) -> None:
         """Replace a failed worker; its jobs are given to the new one, in the same order.
 
         `guilty` is the job that the worker was reading. Raises BadRecordError if too many workers
@@ -371,11 +371,11 @@ class Loader:
                 )
         crew.replace(place)
         for ticket in lost:
-            self._give(crew, ticket)
+            self._submit(crew, ticket)
         then = "the worker was restarted, and the same samples are read again"
         self.tell(LoaderNotice("worker", step, what, then))
 
-    def _read_again(self, ticket: _Ticket) -> None:
+    def _read_again(self, ticket: _SentJob) -> None:
         """Read a microbatch again in this process, after a worker raised an exception.
 
         If the error persists it is raised in this process, with a traceback; otherwise it was
@@ -405,7 +405,7 @@ class Loader:
         then = "the same samples were read again, without an error"
         self.tell(LoaderNotice("worker", job.number, what, then))
 
-    def _go_on_alone(self, number: int) -> None:
+    def _continue_without_workers(self, number: int) -> None:
         """Continue without workers, since reading fails in them each time."""
         self.use(replace(self.settings, workers=0))
         what = (
@@ -479,7 +479,7 @@ class Loader:
             self.close()
 
 
-def _step_batches(number: int, tickets: list[_Ticket]) -> StepBatches:
+def _step_batches(number: int, tickets: list[_SentJob]) -> StepBatches:
     job = tickets[0].job
     return StepBatches.of(
         number,

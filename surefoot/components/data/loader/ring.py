@@ -57,21 +57,21 @@ def _opened_there(handed: Any) -> Slot:
     return Slot(handed.detach())
 
 
-class Lies(NamedTuple):
+class PickledSpan(NamedTuple):
     """Start and length of the pickled batch in a slot; its tensors are before it."""
 
     start: int
     num_bytes: int
 
 
-def pack(batch: Any, slot: Slot) -> Lies:
+def pack(batch: Any, slot: Slot) -> PickledSpan:
     """Write a batch into a slot, from which `unpack` restores it; return its position.
 
     Only the position goes through a pipe, which could be full.
     """
     packer = _Packer()
     packer.dump(batch)
-    lies = Lies(packer.num_bytes, packer.written.tell())
+    lies = PickledSpan(packer.num_bytes, packer.written.tell())
     memory = slot.map_memory(sum(lies))
     for start, array in packer.parts:
         if array.nbytes:
@@ -80,7 +80,7 @@ def pack(batch: Any, slot: Slot) -> Lies:
     return lies
 
 
-def unpack(lies: Lies, slot: Slot, release: Callable[[], None]) -> Any:
+def unpack(lies: PickledSpan, slot: Slot, release: Callable[[], None]) -> Any:
     """Return the batch in a slot; its tensors share the memory of the slot.
 
     `release` is called once the last of these tensors is freed.

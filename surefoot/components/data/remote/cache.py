@@ -60,7 +60,7 @@ class Cache:
         if size > self.most_bytes:
             raise DataError(
                 (
-                    f"{path.name} has {format_bytes(size)}, and the size of the cache is "
+                    f"{path.name} has {format_bytes(size)}, but the size of the cache is "
                     f"{format_bytes(self.most_bytes)}"
                 ),
                 hint="give a larger cache_bytes: several shards at least",

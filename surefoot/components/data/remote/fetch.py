@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from surefoot.components.data.remote.names import EXTRA, ShardUrl
-from surefoot.core.errors import DataError, MissingExtra, SurefootError, needing
+from surefoot.core.errors import DataError, MissingExtra, SurefootError, require_package
 from surefoot.core.units import format_bytes
 
 PIECE_BYTES = 8 << 20
@@ -60,7 +60,7 @@ class Far:
             size: int | None = system.info(path, timeout=self._patience.request_s)["size"]
             return size
 
-        size = self._patiently(ask)
+        size = self._retry(ask)
         if size is None:
             raise DataError(
                 f"{self.place.shown}: the server does not send Content-Length",
@@ -100,17 +100,19 @@ class Far:
             )
             return piece
 
-        piece = self._patiently(ask, (stop - start, size - start, size))
+        piece = self._retry(ask, (stop - start, size - start, size))
         # the whole file: the server does not support ranges
         return piece[start:] if len(piece) == size else piece
 
-    def _patiently(self, ask: Callable[[Any, str], T], lengths: Sequence[int] = ()) -> T:
+    def _retry(self, ask: Callable[[Any, str], T], lengths: Sequence[int] = ()) -> T:
         """Return `ask(file system, path)`, which is called again after transient errors.
 
         A result whose length is not in `lengths` is requested again, too. Raises DataError when all
         tries failed.
         """
-        with needing("tenacity", "tenacity", extra=EXTRA, needed_for=f"reading {self.place.shown}"):
+        with require_package(
+            "tenacity", "tenacity", extra=EXTRA, needed_for=f"reading {self.place.shown}"
+        ):
             import tenacity
         patience = self._patience
         waits = patience.first_wait_s / 2, patience.longest_wait_s / 2
@@ -138,7 +140,7 @@ class Far:
     def _open(self) -> tuple[Any, str]:
         """Return the file system that fsspec caches for this process, and the path in it."""
         what = f"reading {self.place.shown}"
-        with needing("fsspec", "fsspec", extra=EXTRA, needed_for=what):
+        with require_package("fsspec", "fsspec", extra=EXTRA, needed_for=what):
             import fsspec
         try:
             system, path = fsspec.core.url_to_fs(self.place.url)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from surefoot.core.errors import DataError, needing
+from surefoot.core.errors import DataError, require_package
 
 EXTRA = "store"
 SCHEMES = ("https", "http", "s3")
@@ -74,7 +74,7 @@ def check_set(names: Sequence[str], folders: Collection[str | Path]) -> None:
     if len(folders) != 1:
         raise DataError(
             f"the shards are in {len(folders)} folders",
-            hint="give the shards of one folder, one or more",
+            hint="give only shards of the same folder",
         )
     twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
@@ -89,7 +89,7 @@ def expand(pattern: str) -> list[str]:
     """
     if "{" not in pattern:
         return [pattern]
-    with needing("braceexpand", "braceexpand", extra=EXTRA, needed_for="braces in a URL"):
+    with require_package("braceexpand", "braceexpand", extra=EXTRA, needed_for="braces in a URL"):
         from braceexpand import braceexpand
     try:
         urls = list(itertools.islice(braceexpand(pattern, escape=False), MAX_SHARDS + 1))
@@ -112,19 +112,19 @@ def _read(url: str) -> ShardUrl:
     )
     if parts.scheme not in SCHEMES or "::" in url:
         raise DataError(
-            f"shards are not read from {parts.scheme or url[:40]}: {_shown(url)}", hint=hint
+            f"shards are not read from {parts.scheme or url[:40]}: {_display_url(url)}", hint=hint
         )
     path = url.removeprefix(f"s3://{parts.netloc}") if parts.scheme == "s3" else parts.path
     name = path.rpartition("/")[2]
     if not parts.netloc or not PLAIN.match(name):
         raise DataError(
-            f"{_shown(url)} names no shard",
+            f"{_display_url(url)} names no shard",
             hint=f"{hint}; a name has letters, digits, '.', '_' and '-'",
         )
-    return ShardUrl(url, _shown(url), name)
+    return ShardUrl(url, _display_url(url), name)
 
 
-def _shown(url: str) -> str:
+def _display_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme in ("http", "https"):
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:300]

@@ -121,7 +121,7 @@ class Remote:
         cannot be downloaded, or whose digest does not match twice.
         """
         descriptor = self._open(number)
-        self._look_ahead(number)
+        self._prefetch(number)
         return descriptor
 
     def expect(self, order: Sequence[int]) -> None:
@@ -213,7 +213,7 @@ class Remote:
         if wanted not in (None, digest.hexdigest()):
             raise _another(self.places[number], digest.hexdigest(), wanted)
 
-    def _look_ahead(self, number: int) -> None:
+    def _prefetch(self, number: int) -> None:
         """Download the next shards in advance.
 
         This happens where `expect` gave an order, or where shards are read in sequence.

@@ -39,7 +39,7 @@ class BatchRead(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Pass:
+class _EpochState:
     """State at the start of an epoch, and digests of its batches so far."""
 
     epoch: int = 0
@@ -59,7 +59,7 @@ class _Pass:
         return {**own, "seen": self.seen.as_state()}
 
     @classmethod
-    def from_state(cls, held: Mapping[str, Any]) -> _Pass:
+    def from_state(cls, held: Mapping[str, Any]) -> _EpochState:
         from surefoot.components.data.sources.watched import name_states
 
         own = {
@@ -113,7 +113,7 @@ class Iterated:
         self._num_batches, self._is_cut = length, num_batches is not None
         self._iterator: Iterator[Batch] | None = None
         self._next = 0
-        self._pass: _Pass | None = None
+        self._pass: _EpochState | None = None
         self._has_state = all(
             callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict")
         )
@@ -123,7 +123,9 @@ class Iterated:
         self._sizes: dict[tuple[int, int], int] = {}
         # a copy of batch 0, until another batch is read
         self._first: tuple[BatchRead, Batch] | None = None
-        self._expected: _Pass | None = None  # the epoch that is resumed, as a checkpoint holds it
+        self._expected: _EpochState | None = (
+            None  # the epoch that is resumed, as a checkpoint holds it
+        )
         # the epoch whose batch 0 a check read before a state was loaded
         self._begun: tuple[int, PassDigest] | None = None
         self._is_loaded = False  # the iterable is not at the position of `_states`
@@ -144,7 +146,7 @@ class Iterated:
 
     def read(self, ids: np.ndarray) -> Batch:
         """Read the requested batch of this epoch; after its last batch, of the next epoch."""
-        number = _only(ids)
+        number = _single_id(ids)
         epoch = 0 if self._pass is None else self._pass.epoch
         return self._read(
             epoch + (self._next >= len(self) and number < self._next),
@@ -153,14 +155,14 @@ class Iterated:
             keep=True,
         )
 
-    def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _At:
+    def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _EpochSource:
         """Return a reader of an epoch; `streams(k)` sets the global random streams for batch k.
 
         The caller sets the streams for the batch that is read; the reader sets them for earlier
         batches that are replayed. With `keep`, the next read returns batch 0 again: a check before
         a run must not consume it.
         """
-        return _At(self, epoch, streams, keep)
+        return _EpochSource(self, epoch, streams, keep)
 
     def count_samples(self, epoch: int, number: int, batch: Batch) -> int | None:
         """Return the number of samples in a batch that was read; None if it is unknown.
@@ -189,7 +191,7 @@ class Iterated:
         if number == 0 and self._first is not None and self._first[0].epoch == epoch:
             self._row, batch = self._first
         else:
-            self._go_to(epoch, number, streams)
+            self._advance_to(epoch, number, streams)
             batch = self._draw()
             if self._next == len(self) and not self._is_cut:
                 self._finish()
@@ -197,7 +199,7 @@ class Iterated:
         self.on_read(self._row)
         return batch
 
-    def _go_to(self, epoch: int, number: int, streams: Streams) -> None:
+    def _advance_to(self, epoch: int, number: int, streams: Streams) -> None:
         """Advance to batch `number` of an epoch; restart the epoch if the batch was read before."""
         if (
             self._iterator is None
@@ -217,18 +219,18 @@ class Iterated:
         """
         self._iterator, self._first = None, None
         self._watched.begin_pass()
-        self._next, known = self._nearest(epoch, number)
+        self._next, known = self._iterate_from_known_state(epoch, number)
         if self._pass is not None and self._pass.epoch == epoch:
             self._watched.restore_generators(self._pass.generators)
             self._watched.start_sampler_at(self._pass.sampler)
             self._pass.seen = self._pass.seen if self._next else PassDigest()
         else:
-            self._pass = _Pass(epoch, self._watched.generator_states())
+            self._pass = _EpochState(epoch, self._watched.generator_states())
         self._watched.set_epoch(epoch)
         if known is not NOTHING:
             self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
 
-    def _nearest(self, epoch: int, number: int) -> tuple[int, Any]:
+    def _iterate_from_known_state(self, epoch: int, number: int) -> tuple[int, Any]:
         """Return the batches drawn at the last known state up to `number`, and the state.
 
         The state is NOTHING if the epoch starts without one.
@@ -353,9 +355,9 @@ class Iterated:
         if (
             current is not None
             and not held["states"]
-            and self._is_beginning_of(_Pass.from_state(current))
+            and self._is_beginning_of(_EpochState.from_state(current))
         ):
-            self._expected = _Pass.from_state(current)
+            self._expected = _EpochState.from_state(current)
             return
         self._watched.restore_generators(name_states(held.get("generators", ())))
         self._begun = (
@@ -374,10 +376,10 @@ class Iterated:
                 self._states.append((self._pass.epoch, 0, self._pass.state))
             self._pass = None
             return
-        self._pass = _Pass.from_state(current)
-        self._expected = _Pass.from_state(current)
+        self._pass = _EpochState.from_state(current)
+        self._expected = _EpochState.from_state(current)
 
-    def _is_beginning_of(self, saved: _Pass) -> bool:
+    def _is_beginning_of(self, saved: _EpochState) -> bool:
         """Return whether the epoch that a check started is the epoch that is resumed.
 
         If so, reading continues in it, since a restarted epoch may have a different order.
@@ -423,7 +425,7 @@ class Iterated:
             return
         found: ReadingDifference | None = None
         if number and expected.epoch == epoch:
-            self._go_to(epoch, number, streams_of(epoch))
+            self._advance_to(epoch, number, streams_of(epoch))
             if self._pass is not None and self._pass.seen.count == expected.seen.count:
                 found = self._pass.seen.compare(
                     expected.seen, knows_samples=self._watched.knows_samples
@@ -436,7 +438,7 @@ class Iterated:
             raise OtherDataError(found.what, hint=found.hint)
         self.notices.append((found.what, found.hint))
 
-    def _compare_first(self, expected: _Pass, streams: Streams) -> ReadingDifference | None:
+    def _compare_first(self, expected: _EpochState, streams: Streams) -> ReadingDifference | None:
         """Read the first batch of a finished epoch again, and compare it with the first reading.
 
         The comparison shows whether the finished epoch could be read again.
@@ -458,7 +460,7 @@ class Iterated:
         return first[1].compare_first(expected.seen)
 
 
-class _At(NamedTuple):
+class _EpochSource(NamedTuple):
     """Source that reads one epoch of an iterable."""
 
     source: Iterated
@@ -467,10 +469,10 @@ class _At(NamedTuple):
     keep: bool
 
     def read(self, ids: np.ndarray) -> Batch:
-        return self.source._read(self.epoch, _only(ids), self.streams, keep=self.keep)
+        return self.source._read(self.epoch, _single_id(ids), self.streams, keep=self.keep)
 
 
-def _only(ids: np.ndarray) -> int:
+def _single_id(ids: np.ndarray) -> int:
     if len(ids) != 1:
         raise DataError(
             f"an iterable returns whole batches, but {len(ids)} were requested at once",

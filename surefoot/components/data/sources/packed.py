@@ -277,7 +277,7 @@ class RowGroup:
     rows: int
     runs: tuple[tuple[int, int], ...] = ()
 
-    def filled(self, rows: int, length: int, count: int) -> RowGroup:
+    def make_full_rows(self, rows: int, length: int, count: int) -> RowGroup:
         return RowGroup(rows, (*self.runs, (length, count)))
 
 
@@ -341,9 +341,9 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[RowGroup]:
             # pieces that fill one more row in part
             rest = left - full * each if full < group.rows else 0
             if full:
-                put(space - each * length, group.filled(full, length, each))
+                put(space - each * length, group.make_full_rows(full, length, each))
             if rest:
-                put(space - rest * length, group.filled(1, length, rest))
+                put(space - rest * length, group.make_full_rows(1, length, rest))
             if group.rows > full + (rest > 0):
                 put(space, RowGroup(group.rows - full - (rest > 0), group.runs))
             left -= full * each + rest

@@ -23,7 +23,7 @@ from surefoot.components.data.tars.decoders import decode
 from surefoot.components.data.tars.shards import Sample
 from surefoot.components.data.tars.source import Transform, make_batch
 from surefoot.contract.task import Guarantee
-from surefoot.core.errors import DataError, needing
+from surefoot.core.errors import DataError, require_package
 from surefoot.core.place import whole_path
 from surefoot.core.process.forked import make_lock
 
@@ -95,7 +95,8 @@ class Table:
         for other in self._files[1:]:
             if other.types != self._files[0].types:
                 raise DataError(
-                    f"{other.path} has {_shown(other)}, {given[0]} {_shown(self._files[0])}",
+                    f"{other.path} has {_describe_table(other)}, but "
+                    f"{given[0]} has {_describe_table(self._files[0])}",
                     hint="give files with the same columns",
                 )
         self._groups = [(file, group) for file in self._files for group in range(len(file.rows))]
@@ -159,7 +160,9 @@ class Table:
 
 
 def _open(path: Path, columns: dict[str, str]) -> OpenTable:
-    with needing("pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"):
+    with require_package(
+        "pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"
+    ):
         import pyarrow
         import pyarrow.parquet
     wanted = list(dict.fromkeys(columns.values()))
@@ -236,7 +239,9 @@ def _check_int64(
 @contextmanager
 def _faults_of(path: Path) -> Iterator[None]:
     """Convert errors of pyarrow and of the system about a bad file to DataError."""
-    with needing("pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"):
+    with require_package(
+        "pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"
+    ):
         import pyarrow
     try:
         yield
@@ -261,7 +266,7 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
 
     It is an int, an array, an image, or the Python value that pyarrow returns.
     """
-    value, shape = _stored(value)
+    value, shape = _storage_value(value)
     if not value.is_valid:
         raise _missing(sample, column)
     if _is_list(value.type):
@@ -291,7 +296,7 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
     )
 
 
-def _stored(value: Any) -> tuple[Any, Any]:
+def _storage_value(value: Any) -> tuple[Any, Any]:
     """Return the plain value of a dictionary, run-end, union or list extension value.
 
     The second result is the type of a tensor of fixed shape, else None.
@@ -341,12 +346,12 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
     import pyarrow.compute
 
     types, shape, is_even = _types(), [len(inside)], True
-    inside = _decoded(inside)
+    inside = _decode_array(inside)
     while _is_list(inside.type) and not inside.null_count:
         lengths = set(pyarrow.compute.list_value_length(inside).to_pylist())
         is_even &= len(lengths) < 2
         shape.append(max(lengths, default=0))
-        inside = _decoded(inside.flatten())
+        inside = _decode_array(inside.flatten())
     if inside.null_count:
         raise _missing(sample, column)
     if not is_even or not (
@@ -359,7 +364,7 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
     return flat if len(shape) == 1 else flat.reshape(shape).copy()
 
 
-def _decoded(array: Any) -> Any:
+def _decode_array(array: Any) -> Any:
     """Return the plain values of a dictionary-encoded or run-end encoded array."""
     import pyarrow.compute
 
@@ -399,5 +404,5 @@ def _digest(files: Sequence[OpenTable], columns: dict[str, str]) -> str:
     return digest.hexdigest()
 
 
-def _shown(opened: OpenTable) -> str:
+def _describe_table(opened: OpenTable) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in opened.types.items())

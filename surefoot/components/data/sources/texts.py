@@ -180,7 +180,7 @@ def _check_bounds(bounds: Sequence[int] | None, longest: int, which: int) -> tup
         )
     if bounds[-1] < longest:
         raise DataError(
-            f"text {which:,} has {longest:,} tokens, the last bound is {bounds[-1]:,}",
+            f"text {which:,} has {longest:,} tokens, but the last bound is {bounds[-1]:,}",
             hint="add a bound, or cut longer texts",
         )
     return tuple(bounds)

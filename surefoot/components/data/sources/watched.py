@@ -48,7 +48,7 @@ class ObservedLoader:
             self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
             self.data = copy.copy(data)  # the user's loader stays unchanged
             vars(self.data)["batch_sampler"] = self._sampler
-            self.promise = _promise_of(data)
+            self.promise = _find_sampler_guarantee(data)
 
     @property
     def knows_samples(self) -> bool:
@@ -228,7 +228,7 @@ def _can_be_watched(data: Any) -> bool:
     )
 
 
-def _promise_of(data: Any) -> LoopGuarantee:
+def _find_sampler_guarantee(data: Any) -> LoopGuarantee:
     """Return the facts about an epoch that the samplers of torch determine."""
     batches = data.batch_sampler
     # the `sampler` of a loader that was given a batch sampler has no meaning

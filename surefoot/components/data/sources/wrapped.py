@@ -116,12 +116,12 @@ def as_source(given: Any) -> Source:
         return Arrays(*given)
     # a frame of pandas: indexed by number it gives a column, not a row
     if hasattr(given, "iloc") and hasattr(given, "columns"):
-        return Arrays(**_checked({name: given[name].to_numpy() for name in given.columns}))
+        return Arrays(**_check_mapping({name: given[name].to_numpy() for name in given.columns}))
     if isinstance(given, dict) or (
         isinstance(given, Mapping)
         and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
     ):
-        return Arrays(**_checked(given))
+        return Arrays(**_check_mapping(given))
     # an IterableDataset may have a length, and no items
     if isinstance(given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset):
         return Iterated(given)
@@ -148,7 +148,7 @@ def as_source(given: Any) -> Source:
     )
 
 
-def _checked(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
+def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
     """Return `given` if it is a mapping from names to arrays.
 
     Raises DataError otherwise: a dict of splits, or of lists, is often given instead.
@@ -162,7 +162,7 @@ def _checked(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
         if not isinstance(name, str):
             raise DataError(
                 f"data() of the task returned a dict with the key {name!r}",
-                hint="give a list of samples, or arrays by name",
+                hint="return a dict with names (str) as keys, or a list of samples",
             )
         if not isinstance(part, (Tensor, np.ndarray)):
             hint = (

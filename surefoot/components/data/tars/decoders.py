@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 
 from surefoot.components.data.tars.shards import Sample
-from surefoot.core.errors import DataError, needing
+from surefoot.core.errors import DataError, require_package
 
 MAX_PIXELS = 1 << 26  # of an image: 192 MiB of colors
 WHOLE_NUMBER = re.compile(rb"^\s*\d{1,9}\s*$")
@@ -129,7 +129,7 @@ def _pillow(kind: str) -> tuple[Any, Any]:
 
     The import statement alone takes as long as a tenth of decoding a small image.
     """
-    with needing("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
+    with require_package("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
         from PIL import Image, ImageOps
     return Image, ImageOps
 

@@ -22,9 +22,9 @@ from surefoot.components.data.tars.index import (
     Shard,
     Tell,
     cut,
-    look_through,
     name_of,
     read_index,
+    scan_shard,
     write_index,
 )
 from surefoot.core.errors import DataError, hint_unwritten
@@ -63,9 +63,9 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
     try:
         remote.folder.mkdir(parents=True, exist_ok=True)
         with file_lock(remote.folder / ".index-lock"):  # of several processes, one builds it
-            index = _usable(read_index(place, remote.folder, remote), remote) or _from_beside(
-                remote, place
-            )
+            index = _index_if_usable(
+                read_index(place, remote.folder, remote), remote
+            ) or _read_index_beside(remote, place)
             if index is None:
                 write_index(place, _make(remote, place, tell))
                 index = read_index(place, remote.folder, remote)
@@ -92,7 +92,7 @@ def open_each(remote: Remote) -> Iterator[Path]:
             os.close(descriptor)
 
 
-def _usable(index: Index | None, remote: Remote) -> Index | None:
+def _index_if_usable(index: Index | None, remote: Remote) -> Index | None:
     """Return the index if it is of these shards and agrees with the listed digests, else None."""
     if index is None or [shard.name for shard in index.shards] != remote.names:
         return None
@@ -102,7 +102,7 @@ def _usable(index: Index | None, remote: Remote) -> Index | None:
     return index if is_listed else None
 
 
-def _from_beside(remote: Remote, place: Path) -> Index | None:
+def _read_index_beside(remote: Remote, place: Path) -> Index | None:
     content = remote.read_beside(place.name)
     if content is None:
         return None
@@ -110,7 +110,7 @@ def _from_beside(remote: Remote, place: Path) -> Index | None:
     draft = place.with_name(f".draft-{uuid.uuid4().hex}{place.suffix}")
     draft.write_bytes(content)
     try:
-        if _usable(read_index(draft, remote.folder), remote) is None:
+        if _index_if_usable(read_index(draft, remote.folder), remote) is None:
             return None
         draft.rename(place)
     finally:
@@ -135,7 +135,7 @@ def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
         if found is None:
             descriptor = remote.open(number)
             try:
-                digest, starts = look_through(remote.path(number))
+                digest, starts = scan_shard(remote.path(number))
                 found = (
                     Shard(name, os.fstat(descriptor).st_size, 0, 0, digest, len(starts) - 1),
                     starts,

@@ -26,7 +26,7 @@ from surefoot.components.data.order import check_ids
 from surefoot.components.data.remote.names import check_set
 from surefoot.components.data.remote.shards import Remote
 from surefoot.components.data.tars.shards import find_starts
-from surefoot.contract.digest import of_file
+from surefoot.contract.digest import digest_of_file
 from surefoot.core.errors import DataError
 
 FORMAT = "surefoot tar index 1"
@@ -195,7 +195,7 @@ def _make(
     ]
     total, done = sum(stamp[1] for _, stamp in missing), 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        futures = [pool.submit(_look_through, path, stamp) for path, stamp in missing]
+        futures = [pool.submit(_scan, path, stamp) for path, stamp in missing]
         try:
             for future, (_, stamp) in zip(futures, missing, strict=True):
                 known[stamp] = future.result()
@@ -208,15 +208,15 @@ def _make(
     return [known[stamp] for stamp in stamps]
 
 
-def _look_through(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
+def _scan(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
     name, num_bytes, changed_ns, inode = stamp
-    digest, starts = look_through(path)
+    digest, starts = scan_shard(path)
     if stamp_of(path) != stamp:
         raise DataError(f"{path} changed while it was read", hint="wait until it is complete")
     return Shard(name, num_bytes, changed_ns, inode, digest, len(starts) - 1), starts
 
 
-def look_through(path: Path) -> tuple[str, np.ndarray]:
+def scan_shard(path: Path) -> tuple[str, np.ndarray]:
     """Return the digest of a shard, and the positions of its samples.
 
     Raises DataError for a shard that `shards.read_shard` refuses.
@@ -230,7 +230,7 @@ def digest_of(path: Path) -> str:
     Raises DataError for a file that cannot be read.
     """
     try:
-        return of_file(path)
+        return digest_of_file(path)
     except OSError as error:
         raise DataError(
             f"{path} cannot be read: {error.strerror}",

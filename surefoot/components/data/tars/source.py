@@ -270,7 +270,7 @@ def _read_common(path: Path, content: bytes) -> Sample | None:
         last = first + int(size, 8)
         at = last + -last % BLOCK
         if kind == EXTENDED:
-            if not says_little(content[first:last]):
+            if not is_ignorable_pax(content[first:last]):
                 return None
             continue
         key, extension = split_name(name.decode("ascii", "replace"))
@@ -281,7 +281,7 @@ def _read_common(path: Path, content: bytes) -> Sample | None:
     return sample if at == len(content) else None
 
 
-def says_little(records: bytes) -> bool:
+def is_ignorable_pax(records: bytes) -> bool:
     """Return whether pax records are valid, and do not concern name, size or kind."""
     at = 0
     while at < len(records):

@@ -26,7 +26,7 @@ MAX_FACTOR = 10.0
 
 def adjust_brightness(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
     """Multiply each image by its factor."""
-    return _in_pieces(images_BHWC, factors_B, lambda images, factors: images * factors)
+    return _apply_in_pieces(images_BHWC, factors_B, lambda images, factors: images * factors)
 
 
 def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
@@ -36,12 +36,12 @@ def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
         mean = _gray(images, images_BHWC.dtype).mean((1, 2, 3), keepdim=True)
         return factors * images + (1 - factors) * mean
 
-    return _in_pieces(images_BHWC, factors_B, blend)
+    return _apply_in_pieces(images_BHWC, factors_B, blend)
 
 
 def adjust_saturation(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
     """Blend each pixel with its gray value: 0 gives gray, 1 the image."""
-    return _in_pieces(
+    return _apply_in_pieces(
         images_BHWC,
         factors_B,
         lambda images, factors: factors * images + (1 - factors) * _gray(images, images_BHWC.dtype),
@@ -62,7 +62,7 @@ def adjust_hue(images_BHWC: Tensor, turns_B: Tensor) -> Tensor:
         # torchvision's conversion from 0..1 to uint8
         return turned * (256 - 1e-3) if in_bytes else turned
 
-    return _in_pieces(images_BHWC, turns_B, turn)
+    return _apply_in_pieces(images_BHWC, turns_B, turn)
 
 
 def color_jitter(
@@ -112,7 +112,7 @@ def normalize(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[fl
     return rows.sub_(means).div_(deviations).view(images_BHWC.shape).permute(0, 3, 1, 2)
 
 
-def _in_pieces(
+def _apply_in_pieces(
     images_BHWC: Tensor, factors_B: Tensor, change: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
     """Apply `change` to a few images at a time, as float32, with their factors (B, 1, 1, 1).

@@ -116,7 +116,7 @@ def _is_allowed(value: Any, allowed: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Driven:
+class GroupWithState:
     """A group of a `ByGroup` optimizer with its state created, so that a checkpoint can be restored
     into it in place."""
 

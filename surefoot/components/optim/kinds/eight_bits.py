@@ -94,7 +94,7 @@ def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
     return Codes(values, torch.cat([high, torch.tensor([torch.inf])]), begins)
 
 
-def why_not(tensor: Tensor) -> str | None:
+def reason_unsupported(tensor: Tensor) -> str | None:
     """Return the reason why the moments of a parameter cannot be kept in 8 bits; None if they
     can."""
     if tensor.numel() < MIN_ELEMENTS:
@@ -154,16 +154,16 @@ class Adam8bit(ByGroup):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
-            if (reason := why_not(parameter)) is not None:
+            if (reason := reason_unsupported(parameter)) is not None:
                 self.param_groups.pop()
                 shape = " x ".join(map(str, parameter.shape))
                 raise SpecError(
                     f"a parameter of {shape or 'no dimensions'} has no 8-bit state: {reason}",
                     hint="give it to another optimizer",
                 )
-            self._codes_on(parameter.device)
+            self._codes_for_device(parameter.device)
 
-    def _codes_on(self, device: torch.device) -> list[Codes]:
+    def _codes_for_device(self, device: torch.device) -> list[Codes]:
         if device not in self._codes:
             self._codes[device] = [codes.to(device) for codes in load_codes()]
         return self._codes[device]
@@ -230,7 +230,7 @@ class Adam8bit(ByGroup):
         """Return a piece of the weights, and the codes and scales of both moments, after a step
         along `slope`."""
         weights, first, first_scales, second, second_scales = before
-        signed, unsigned = self._codes_on(weights.device)
+        signed, unsigned = self._codes_for_device(weights.device)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]
         wide = weights.float()
         if group["decoupled"]:

@@ -30,11 +30,11 @@ def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     return (
         tensor
         if tensor.ndim == 2
-        else _in_order(tensor, tensor if like is None else like).reshape(tensor.shape[0], -1)
+        else _sort_dimensions(tensor, tensor if like is None else like).reshape(tensor.shape[0], -1)
     )
 
 
-def _in_order(tensor: Tensor, like: Tensor) -> Tensor:
+def _sort_dimensions(tensor: Tensor, like: Tensor) -> Tensor:
     """Return a view of `tensor` whose dimensions after the first are sorted by the strides of
     `like`, the largest first."""
     strides = like.stride()
@@ -121,7 +121,7 @@ class FlatMuon(Optimizer):
         inspect.unwrap(Muon.step)(muon)
         for parameter, matrix in zip(params, matrices, strict=True):
             if not _is_view(parameter):
-                into = _in_order(parameter, parameter)
+                into = _sort_dimensions(parameter, parameter)
                 into.copy_(matrix.view(into.shape))
 
 
@@ -130,7 +130,7 @@ def _is_view(parameter: Tensor) -> bool:
     if parameter.ndim == 2:
         return True
     try:
-        _in_order(parameter, parameter).view(parameter.shape[0], -1)
+        _sort_dimensions(parameter, parameter).view(parameter.shape[0], -1)
     except RuntimeError:
         return False
     return True

@@ -90,7 +90,7 @@ class FullySharded:
         self._moved = held_here if on_host else []
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._units = Units(model, self._modules)
-        self._gathered = _Gathered(model, hooks, whole)
+        self._gathered = _GatheredParameters(model, hooks, whole)
         self._set_collectives()
         with torch.no_grad():
             for parameter in held_here:
@@ -102,8 +102,8 @@ class FullySharded:
     def _set_collectives(self) -> None:
         """Make the units gather and reduce through the groups of the mesh, as sums."""
         for module, unit in zip(self._modules, self._units.names, strict=True):
-            gathering = _Gathering(self.group, self._units, unit)
-            scattering = _Scattering(self.group, self._units, unit)
+            gathering = _FsdpAllGather(self.group, self._units, unit)
+            scattering = _FsdpReduceScatter(self.group, self._units, unit)
             self._gathered.watch(module)
             # torch 2.13; before, all ranks must use the same parameters
             if hasattr(module, "set_reduce_scatter_unused_params"):
@@ -118,13 +118,13 @@ class FullySharded:
     def _add_replicas(self, rows: Tensor) -> None:
         self.replicas.add(rows)
 
-    def synced(self, leaves: Iterable[Tensor]) -> _HandedOver:
+    def synced(self, leaves: Iterable[Tensor]) -> _GradientHandoff:
         """Return the object that passes the sharded gradients of an update to the rows."""
         trained = [each for each in leaves if each.requires_grad]
         whole = [each for each in trained if id(each) in self._whole]
         split = [each for each in trained if id(each) not in self._whole]
         replicas = Replicas(whole, self._all) if whole else None
-        return _HandedOver(
+        return _GradientHandoff(
             split,
             self._keep_weights if self._stage == 2 else None,
             self._gathered,
@@ -195,7 +195,7 @@ def _shard(
         )
 
 
-class _Gathered:
+class _GatheredParameters:
     """The whole parameters that FSDP substitutes for the sharded ones during a pass; their hooks
     call the user's hooks on the sharded ones."""
 
@@ -265,7 +265,7 @@ def _hooks_of(named: Named) -> dict[str, Hooks]:
     return found
 
 
-class _HandedOver:
+class _GradientHandoff:
     """The step between FSDP, which leaves a shard of each gradient at the parameter, and the
     optimizer, which updates the rows.
 
@@ -277,7 +277,7 @@ class _HandedOver:
         self,
         leaves: Sequence[Tensor],
         keep_weights: Any,
-        gathered: _Gathered,
+        gathered: _GatheredParameters,
         units: Units,
         replicas: Replicas | None,
     ) -> None:
@@ -350,18 +350,18 @@ class _SendMemory:
         return self._group.allocate(size, dtype, device)
 
 
-class _Gathering(_SendMemory):
+class _FsdpAllGather(_SendMemory):
     """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the hang
     detection."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
-        with self._units.gathering(self._unit):
+        with self._units.count_gather(self._unit):
             return self._group.gather_into(output_tensor, input_tensor, is_async=async_op)
 
 
-class _Scattering(_SendMemory):
+class _FsdpReduceScatter(_SendMemory):
     """Reduce-scatter for FSDP that goes through `Group`."""
 
     def __call__(
@@ -373,7 +373,7 @@ class _Scattering(_SendMemory):
         async_op: bool = False,
     ) -> None:
         assert op == dist.ReduceOp.SUM
-        with self._units.scattering(self._unit):
+        with self._units.run_reduce_scatter(self._unit):
             self._group.begin_to_scatter(output_tensor, input_tensor)()
 
 

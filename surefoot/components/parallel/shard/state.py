@@ -24,8 +24,8 @@ from surefoot.components.parallel.replicate import (
     Bucket,
     Replicas,
     pack_up,
+    sum_dtype_of,
     view_like,
-    wide_of,
 )
 from surefoot.components.parallel.shard.parts import (
     Given,
@@ -147,7 +147,9 @@ class ShardedState:
         group = self.group
         for pack in self._packs:
             cuts = [self._cuts[id(each)] for each in pack]
-            sent = group.allocate(_longest(pack, cuts), pack[0].dtype, pack[0].device).zero_()
+            sent = group.allocate(
+                _max_held_elements(pack, cuts), pack[0].dtype, pack[0].device
+            ).zero_()
             into = pack[0].new_empty(group.size * len(sent))
             for parameter, cut, slot in zip(
                 pack, cuts, _slots(sent, pack, cuts, group.rank), strict=True
@@ -182,9 +184,9 @@ class _GradientReduceScatter(Replicas):
     def _make(self, parameters: Sequence[Tensor]) -> Bucket:
         group, count = self._group, len(parameters)
         cuts = [self._cuts[id(each)] for each in parameters]
-        most = _longest(parameters, cuts)
+        most = _max_held_elements(parameters, cuts)
         flat = group.allocate(
-            group.size * (most + count), wide_of(parameters[0]), parameters[0].device
+            group.size * (most + count), sum_dtype_of(parameters[0]), parameters[0].device
         ).zero_()
         parts = flat.view(group.size, -1)
         slots = [_slots(part, parameters, cuts, rank) for rank, part in enumerate(parts)]
@@ -210,7 +212,7 @@ class _GradientReduceScatter(Replicas):
         parameter.grad = None
 
     @torch.no_grad()
-    def _give_out(self, bucket: Bucket) -> None:
+    def _write_back_gradients(self, bucket: Bucket) -> None:
         elsewhere = bucket.presence[self._group.rank].tolist()
         for index, parameter in enumerate(bucket.parameters):
             master, view = master_of(parameter), bucket.views[index]
@@ -218,7 +220,7 @@ class _GradientReduceScatter(Replicas):
                 master.grad = view.to(master)
 
 
-def _longest(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
+def _max_held_elements(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
     """Return the largest number of elements that a rank holds of these parameters."""
     widths = [math.prod(each.shape[1:]) for each in parameters]
     return max(

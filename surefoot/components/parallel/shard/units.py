@@ -58,24 +58,26 @@ class Units:
                 )
 
     @contextmanager
-    def gathering(self, name: str) -> Iterator[None]:
+    def count_gather(self, name: str) -> Iterator[None]:
         """Count a gather of the unit `name`, which runs inside the block. Raises UserCodeError
         where another rank runs a different collective."""
         self._gathered[name] += 1
         if name not in self._order:
             self._order.append(name)
-        with self._explaining("gathers", name):
+        with self._explain_mismatch("gathers", name):
             yield
 
     @contextmanager
-    def scattering(self, name: str) -> Iterator[None]:
+    def run_reduce_scatter(self, name: str) -> Iterator[None]:
         """Run the reduce-scatter of the unit's gradients inside the block. Raises UserCodeError
         where another rank runs a different collective."""
-        with self._explaining("sums the gradients of", name, looks_ahead=False):
+        with self._explain_mismatch("sums the gradients of", name, looks_ahead=False):
             yield
 
     @contextmanager
-    def _explaining(self, does: str, name: str, *, looks_ahead: bool = True) -> Iterator[None]:
+    def _explain_mismatch(
+        self, does: str, name: str, *, looks_ahead: bool = True
+    ) -> Iterator[None]:
         try:
             yield
         except LostRank as error:

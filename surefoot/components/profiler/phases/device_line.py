@@ -83,14 +83,19 @@ class DeviceLine:
                 passed_ns = round(last.elapsed_time(row[0]) * 1e6)
                 _add(
                     tally,
-                    [(inside, passed_ns)] if inside is not None else _exposed(waited, passed_ns),
+                    [(inside, passed_ns)]
+                    if inside is not None
+                    else _find_exposed_segments(waited, passed_ns),
                 )
                 waited, last, done_ns = [], row[0], done_ns + passed_ns
                 inside = row[1] if row[1] in self._timed else None
             else:
                 tally.end_step(row[0], done_ns, row[1])
         left_ns = now_ns - done_ns
-        _add(tally, [(inside, left_ns)] if inside is not None else _last(waited, left_ns))
+        _add(
+            tally,
+            [(inside, left_ns)] if inside is not None else _take_last_segments(waited, left_ns),
+        )
         self._inside = inside
         self.start(now_ns)
 
@@ -100,21 +105,21 @@ def _add(tally: Tally, segments: Sequence[Segment]) -> None:
         tally.spent_ns[phase] += ns
 
 
-def _exposed(segments: Sequence[Segment], passed_ns: int) -> list[Segment]:
+def _find_exposed_segments(segments: Sequence[Segment], passed_ns: int) -> list[Segment]:
     """Return the host phases during which the device was idle, of those in `segments`, where
     `passed_ns` passed on the device.
 
     Where more time passed on the device than on the host, the device ran work that the host
     launched meanwhile; that time counts for the longest segment.
     """
-    found = _last(segments, passed_ns)
+    found = _take_last_segments(segments, passed_ns)
     left_ns = passed_ns - sum(ns for _, ns in found)
     if left_ns > 0 and segments:
         found.append((max(segments, key=lambda each: each[1])[0], left_ns))
     return found
 
 
-def _last(segments: Sequence[Segment], left_ns: int) -> list[Segment]:
+def _take_last_segments(segments: Sequence[Segment], left_ns: int) -> list[Segment]:
     """Return the last `left_ns` of the segments."""
     found = []
     for phase, ns in reversed(segments):

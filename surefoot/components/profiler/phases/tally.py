@@ -36,7 +36,7 @@ class Tally:
         self._last: Noted = (0, 0, 0, [0] * num_phases)  # the start of the first recorded step
         self._noted: list[Noted] = []
         self._steps: list[int] = []
-        self._recent: list[int] = []  # steps since the last _learn()
+        self._recent: list[int] = []  # steps since the last _update_limits()
         self._outliers: list[dict[str, Any]] = []
         self._slowest: list[dict[str, Any]] = []
         self._first: tuple[int, dict[str, Any]] | None = None
@@ -53,21 +53,21 @@ class Tally:
         """End a step; `collecting_ns` is the total time of garbage collection so far."""
         self._noted.append((number, now_ns, collecting_ns, self.spent_ns[:]))
         if len(self._noted) > MAX_STEPS:
-            self._judge_noted()
+            self._flush_steps()
 
     def take(self) -> Timing:
         """Return the timing since the last call."""
-        self._judge_noted()
+        self._flush_steps()
         has_changed = 2 * len(self._outliers) > len(self._steps) or not self._usual_ns
         if len(self._recent) >= (FEWEST if has_changed else OFTEN):
-            self._learn()
+            self._update_limits()
         phases = _seconds(self.spent_ns, self._window)
         self._window[:] = self.spent_ns
         steps, self._steps = self._steps, []
         outliers, self._outliers = self._outliers, []
         return Timing(phases=phases, step_s=_rounded(steps), outliers=tuple(outliers))
 
-    def _judge_noted(self) -> None:
+    def _flush_steps(self) -> None:
         """Add the recorded steps to the window; look for outliers only if one of them is slow."""
         noted, self._noted = self._noted, []
         if not noted:
@@ -120,9 +120,9 @@ class Tally:
         self._outliers.append(row)
         self._slowest.append(row)
         if len(self._slowest) > 10 * MAX_OUTLIERS:
-            self._slowest = _slowest(self._slowest)
+            self._slowest = _find_slowest_steps(self._slowest)
 
-    def _learn(self) -> None:
+    def _update_limits(self) -> None:
         """Update the usual step time and the outlier limit, and keep a sample of the steps."""
         recent, self._recent = self._recent, []
         newest = sorted(recent[-max(FEWEST, len(self._steps)) :])
@@ -150,7 +150,9 @@ class Tally:
         phases = _seconds(self.spent_ns, [0] * len(self.spent_ns))
         sample = [*self._sample, *self._subsample(self._recent)]
         return Timing(
-            phases=phases, step_s=_rounded(sample), outliers=tuple(_slowest(self._slowest))
+            phases=phases,
+            step_s=_rounded(sample),
+            outliers=tuple(_find_slowest_steps(self._slowest)),
         )
 
 
@@ -175,5 +177,5 @@ def _rounded(steps_ns: Sequence[int]) -> tuple[float, ...]:
     return tuple([(each + 50) // 100 / 1e7 for each in steps_ns])
 
 
-def _slowest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _find_slowest_steps(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["elapsed_s"])[:MAX_OUTLIERS]

@@ -86,7 +86,7 @@ def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
     ]
     is_idle: Spans
     if work:
-        kernels = _joined(
+        kernels = _merge_spans(
             each
             for each in trace.slices
             if each.category in DEVICE_WORK and not each.name.startswith(ON_DEVICE)
@@ -98,15 +98,16 @@ def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
             for each in trace.slices
             if each.category == RANGE and each.name.startswith(ON_HOST)
         ]
-        is_idle = _joined(each for each in trace.slices if _is_ours(each))
+        is_idle = _merge_spans(each for each in trace.slices if _is_ours(each))
         if not is_idle:
             return None
-    paired = [*_paired(trace, work), *_through_memory(trace)]
+    paired = [*_match_calls(trace, work), *_shared_memory_collectives(trace)]
     calls: dict[tuple[str, int], list[_Call]] = {}
     for call in _find_calls(trace, sorted(paired, key=lambda each: each[0].start_ns), is_idle):
         calls.setdefault((call.name, call.place), []).append(call)
     return (
-        sorted((_summed(each) for each in calls.values()), key=lambda each: each.begins_s) or None
+        sorted((_sum_calls(each) for each in calls.values()), key=lambda each: each.begins_s)
+        or None
     )
 
 
@@ -114,7 +115,7 @@ def _is_ours(each: Slice) -> bool:
     return each.category == RANGE and each.name.startswith(flight.RANGE)
 
 
-def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
+def _match_calls(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
     """Return each collective with its name: calls are matched with the work in the order in which
     they were issued."""
     asked = [
@@ -139,7 +140,7 @@ def _paired(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
     return found
 
 
-def _through_memory(trace: Trace) -> list[tuple[Slice, str]]:
+def _shared_memory_collectives(trace: Trace) -> list[tuple[Slice, str]]:
     """Return the collectives through shared memory: surefoot's ranges without a c10d call inside.
 
     Each lasts until the end of the wait range of as many bytes in the same step.
@@ -188,7 +189,7 @@ def _find_calls(
         exposed_ns = sum(
             min(end, work.end_ns) - max(begin, work.start_ns)
             for begin, end in is_idle
-            if _meets(begin, end, work)
+            if _overlaps(begin, end, work)
         )
         begun, over = work.start_ns - step.start_ns, work.end_ns - step.start_ns
         last = max(ends) - step.start_ns if ends else None
@@ -197,11 +198,11 @@ def _find_calls(
         )
 
 
-def _meets(begin: int, end: int, work: Slice) -> bool:
+def _overlaps(begin: int, end: int, work: Slice) -> bool:
     return begin < work.end_ns and end > work.start_ns
 
 
-def _summed(calls: Sequence[_Call]) -> CollectiveStats:
+def _sum_calls(calls: Sequence[_Call]) -> CollectiveStats:
     def mean_s(values: Iterable[int]) -> float:
         return sum(values) / len(calls) / 1e9
 
@@ -222,7 +223,7 @@ def _summed(calls: Sequence[_Call]) -> CollectiveStats:
     )
 
 
-def _joined(slices: Iterable[Slice]) -> Spans:
+def _merge_spans(slices: Iterable[Slice]) -> Spans:
     found: Spans = []
     for each in slices:  # in the order of their starts
         if found and each.start_ns <= found[-1][1]:

@@ -50,7 +50,7 @@ class StackFrame:
 
 
 @dataclass(slots=True)
-class _Open:
+class _OpenFrame:
     """A frame on the stack: it lasts until `end_ns`, and its time up to `given_ns` has gone to
     frames below it."""
 
@@ -62,7 +62,7 @@ class _Open:
 def by_stack(trace: Trace) -> StackFrame:
     """Return the tree of Python functions and the operators they call, on the thread of the steps,
     without common outer callers."""
-    kept = (each for each in _of_main_thread(trace) if each.category in (PYTHON, OPERATOR))
+    kept = (each for each in _main_thread_slices(trace) if each.category in (PYTHON, OPERATOR))
     root = fold(kept, trace.window, "the window")
     while not root.self_ns and len(root.children) == 1:
         (caller,) = root.children.values()
@@ -126,7 +126,7 @@ def fold(
     """
     start_ns, end_ns = window
     root = StackFrame(name, end_ns - start_ns)
-    stack = [_Open(root, end_ns, start_ns)]
+    stack = [_OpenFrame(root, end_ns, start_ns)]
     for each in slices:
         while len(stack) > 1 and each.start_ns >= stack[-1].end_ns:
             stack.pop()
@@ -139,11 +139,11 @@ def fold(
         frame.self_ns += last_ns - first_ns
         caller.frame.self_ns -= last_ns - first_ns
         caller.given_ns = last_ns
-        stack.append(_Open(frame, last_ns, first_ns))
+        stack.append(_OpenFrame(frame, last_ns, first_ns))
     return root
 
 
-def _of_main_thread(trace: Trace) -> list[Slice]:
+def _main_thread_slices(trace: Trace) -> list[Slice]:
     thread = trace.main_thread
     return [each for each in trace.slices if each.thread == thread]
 
@@ -153,7 +153,7 @@ def _ranges_and_operators(trace: Trace) -> list[Slice]:
     one step or epoch only: those would keep the steps of a window apart."""
     return [
         each
-        for each in _of_main_thread(trace)
+        for each in _main_thread_slices(trace)
         if each.category in (RANGE, OPERATOR) and not _is_of_one_step(each.name)
     ]
 

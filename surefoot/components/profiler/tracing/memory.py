@@ -169,12 +169,12 @@ def _category(
         for name, found in known.after.items():
             if block.address in found:
                 return name
-    if any(_lives_at(block, time_ns) for time_ns in seen_ns):
+    if any(_is_allocated_at(block, time_ns) for time_ns in seen_ns):
         return GRADIENTS
     return ACTIVATIONS if _is_activation(block, passes) else TEMPORARIES
 
 
-def _lives_at(block: Allocation, time_ns: int) -> bool:
+def _is_allocated_at(block: Allocation, time_ns: int) -> bool:
     return (block.began_ns is None or block.began_ns <= time_ns) and (
         block.ended_ns is None or time_ns <= block.ended_ns
     )

@@ -170,18 +170,22 @@ def _add_shapes(found: _OperatorSum, each: Slice) -> None:
     if not isinstance(shapes, list) or not isinstance(types, list):
         found.bytes = found.flops = None
         return
-    found.bytes = _plus(found.bytes, None if each.name in INDEXED else _given_bytes(shapes, types))
+    found.bytes = _add_or_none(
+        found.bytes, None if each.name in INDEXED else _input_bytes(shapes, types)
+    )
     # has no convention: not counted
     is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)
     values = values if isinstance(values, list) else []
-    found.flops = _plus(found.flops, None if is_complex else count_flops(each.name, shapes, values))
+    found.flops = _add_or_none(
+        found.flops, None if is_complex else count_flops(each.name, shapes, values)
+    )
 
 
-def _plus(total: int | None, more: int | None) -> int | None:
+def _add_or_none(total: int | None, more: int | None) -> int | None:
     return None if total is None or more is None else total + more
 
 
-def _given_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
+def _input_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
     """Return the bytes of a call's tensors; None for a list of tensors, whose types torch does not
     record, or for odd entries."""
     if len(shapes) != len(types):

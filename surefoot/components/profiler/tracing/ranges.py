@@ -32,7 +32,7 @@ class Ranges:
         if self._names.get(level) == name and level == LEVELS[0]:
             return
         self.end(level)
-        self._open[level], self._names[level] = _entered(name), name
+        self._open[level], self._names[level] = _enter_range(name), name
 
     def end(self, level: str = LEVELS[0]) -> None:
         """Close the open ranges on `level` and below, the innermost first."""
@@ -60,7 +60,7 @@ class ModuleRanges:
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
             # also for a module that raised
-            hooks.register_module_forward_hook(self._leave, always_call=True),
+            hooks.register_module_forward_hook(self._exit_module, always_call=True),
         ):
             self._hooked.callback(handle.remove)
 
@@ -73,14 +73,14 @@ class ModuleRanges:
     def _enter(self, part: nn.Module, given: Any) -> None:
         name = self._names.get(id(part))
         if name is not None:
-            self._entered.append((id(part), _entered(name)))
+            self._entered.append((id(part), _enter_range(name)))
 
-    def _leave(self, part: nn.Module, given: Any, made: Any) -> None:
+    def _exit_module(self, part: nn.Module, given: Any, made: Any) -> None:
         if self._entered and self._entered[-1][0] == id(part):
             self._entered.pop()[1].__exit__(None, None, None)
 
 
-def _entered(name: str) -> record_function:
+def _enter_range(name: str) -> record_function:
     opened: Any = record_function(name)  # torch has no type annotations for it
     opened.__enter__()
     return cast(record_function, opened)

@@ -105,7 +105,7 @@ class Trace:
 def read(path: Path, *, most_steps: int | None = None) -> Trace:
     """Read a trace, gzipped or not. Raises InputError for a file that is missing, truncated, or no
     trace of torch.profiler."""
-    return _of_document(_load(path), path, most_steps)
+    return _parse_trace(_load(path), path, most_steps)
 
 
 def _load(path: Path) -> Any:
@@ -140,7 +140,7 @@ def _load(path: Path) -> Any:
         ) from None
 
 
-def _of_document(document: Any, path: Path, most_steps: int | None) -> Trace:
+def _parse_trace(document: Any, path: Path, most_steps: int | None) -> Trace:
     header = document if isinstance(document, dict) else {}
     events = header.get("traceEvents") if header else document
     if not isinstance(events, list):

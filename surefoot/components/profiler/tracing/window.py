@@ -158,7 +158,7 @@ class Profiler:
         self._marks_s.append(time.perf_counter())
         if self.ranges is not None:
             self.ranges.end("step")
-        if self._num_done == self.window.num_steps or self._would_take_too_much():
+        if self._num_done == self.window.num_steps or self._needs_too_much_memory():
             self.close()
             return
         if self._running is not None:
@@ -185,7 +185,7 @@ class Profiler:
                 self.ranges.begin("epoch", f"epoch {epoch}")
             self.ranges.begin("step", f"{trace.OUR_STEP}{self._first_step + self._num_done}")
 
-    def _would_take_too_much(self) -> bool:
+    def _needs_too_much_memory(self) -> bool:
         """Return whether ending the window now would take more than half of the available memory.
 
         The first reading is the baseline: by then a loop has allocated what it needs itself.
@@ -238,7 +238,7 @@ class Profiler:
             )
 
     def _watch_memory(self) -> None:
-        self._before = self._known()
+        self._before = self._find_known_blocks()
         for parameter in self._model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 # torch has no type annotations for it
@@ -249,7 +249,7 @@ class Profiler:
         if parameter.grad is not None:
             self._gradients.append((time.time_ns(), _address(parameter.grad)))
 
-    def _known(self) -> dict[str, dict[int, int]]:
+    def _find_known_blocks(self) -> dict[str, dict[int, int]]:
         """Return the blocks whose category is known now, by category."""
         held = [
             value
@@ -278,7 +278,7 @@ class Profiler:
         if self.is_done:
             return self._num_recorded > 0
         self.is_done = True
-        after = self._known() if self._before else {}
+        after = self._find_known_blocks() if self._before else {}
         self._open.close()
         self.ranges = None
         if self._running is None:

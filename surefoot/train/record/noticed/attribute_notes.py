@@ -15,7 +15,7 @@ KEEP_ALL = (
     "a random generator: return it from state() of the task"
 )
 OF_RANKS = (
-    "{names} of the model changes while it trains, and each of {size} ranks has a "
+    "{names} of the model changes while it trains, but each of {size} ranks has a "
     "separate copy: the copy of rank 0 is saved, and all ranks resume with it"
 )
 KEEP_ONE = (

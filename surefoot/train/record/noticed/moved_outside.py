@@ -22,7 +22,7 @@ from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.quiet import restore_entry
 
 if TYPE_CHECKING:
-    from surefoot.contract.task import Resolved
+    from surefoot.contract.task import ResolvedTask
     from surefoot.train.step import LiveUpdate
 
 TREE = "state.json"
@@ -53,12 +53,12 @@ def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
             leaves.pop(id(tensor), None)
     if leaves:
         places = {
-            _place(tensor)
+            _memory_key(tensor)
             for each in others
             if hasattr(each, "state_dict")
             for tensor in find_tensors(each.state_dict())
         }
-        return [leaf for leaf in leaves.values() if _place(leaf) not in places]
+        return [leaf for leaf in leaves.values() if _memory_key(leaf) not in places]
     return []
 
 
@@ -82,7 +82,7 @@ def find_holders(
             if not left:
                 break
             if isinstance(value, wanted):
-                for path, each in _cover(name, value, left, taken):
+                for path, each in _find_uncovered(name, value, left, taken):
                     found[path] = each
     return found, list(left.values())
 
@@ -93,7 +93,7 @@ def _attributes_of(module: nn.Module) -> Iterator[Tensor]:
         yield from (leaf for leaf in find_leaves(value) or () if isinstance(leaf, Tensor))
 
 
-def _cover(
+def _find_uncovered(
     name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken: set[int]
 ) -> Iterator[tuple[str, Any]]:
     """Yield `value` or, if it shares parameters with saved objects, its parts that do not.
@@ -113,9 +113,9 @@ def _cover(
         yield name, value
         return
     for key, parameter in value.named_parameters(recurse=False):
-        yield from _cover(f"{name}.{key}", parameter, left, taken)
+        yield from _find_uncovered(f"{name}.{key}", parameter, left, taken)
     for key, child in value.named_children():
-        yield from _cover(f"{name}.{key}", child, left, taken)
+        yield from _find_uncovered(f"{name}.{key}", child, left, taken)
 
 
 def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
@@ -193,12 +193,12 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
 
 
 def keep_outside(
-    task: Resolved, model: nn.Module, updates: Sequence[LiveUpdate], *, is_split: bool
-) -> tuple[Resolved, list[str]]:
+    task: ResolvedTask, model: nn.Module, updates: Sequence[LiveUpdate], *, is_split: bool
+) -> tuple[ResolvedTask, list[str]]:
     """Return the task, with tensors trained outside of the model in its `state()`, and a message.
 
     Raises TaskError for a tensor that no object holds, and with `is_split` for any such tensor,
-    because ranks hold rows of the model's parameters alone.
+    because ranks shard only the model's parameters.
     """
     own = task.state
     moved = [parameter for update in updates for parameter in update.guarded.parameters]
@@ -208,7 +208,7 @@ def keep_outside(
     if is_split:
         raise TaskError(
             f"the optimizer trains a parameter of shape {list(outside[0].shape)} outside of the "
-            "model, and layout.shard splits only the parameters of the model",
+            "model, but layout.shard splits only the parameters of the model",
             hint="register it in the model, or use layout.replicate without layout.shard",
         )
     named = list(own().values()) if own is not None else []
@@ -260,7 +260,7 @@ class _StateDictView:
         self.state_dict = module.state_dict
 
 
-def roots_of_task(task: Resolved, model: nn.Module) -> dict[str, Any]:
+def roots_of_task(task: ResolvedTask, model: nn.Module) -> dict[str, Any]:
     """Return the objects in which a task may keep trained tensors, by the code that reads them.
 
     These are the model, the attributes of the task, and the globals of its file.
@@ -272,7 +272,7 @@ def roots_of_task(task: Resolved, model: nn.Module) -> dict[str, Any]:
     return {"model": model, **attributes, **(vars(module).copy() if module is not None else {})}
 
 
-def load_outside(task: Resolved, model: nn.Module, run: Path, step: int) -> None:
+def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> None:
     """Load the weights that were trained outside of the model from a checkpoint into the task.
 
     Raises RunFolderError if the task no longer has them.
@@ -343,7 +343,7 @@ def find_beside(
     return made, describe_kept(held)
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
+def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
     """Return the memory location of a tensor, or its identity if it has no storage of its own."""
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
         return (id(tensor),)

@@ -16,7 +16,7 @@ class Movement:
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
-        self._before = [_some_of(parameter) for parameter in self._parameters]
+        self._before = [_sample_values(parameter) for parameter in self._parameters]
 
     def describe_none(self, step: int) -> str:
         """Return a message if no trained parameter has moved up to `step`, else ""."""
@@ -25,7 +25,7 @@ class Movement:
             step <= self._step
             or not held
             or any(
-                not _is_same(_some_of(now), before)
+                not _is_same(_sample_values(now), before)
                 for now, before in zip(self._parameters, self._before, strict=True)
             )
         ):
@@ -41,7 +41,7 @@ def _is_same(now: Tensor, before: Tensor) -> bool:
     return now.shape == before.shape and bool(torch.equal(now, before))
 
 
-def _some_of(parameter: Tensor) -> Tensor:
+def _sample_values(parameter: Tensor) -> Tensor:
     """Return a sample of a parameter's values, of a sharded parameter those on this rank."""
     own: Tensor = parameter.detach()
     own = own.to_local() if hasattr(own, "to_local") else own

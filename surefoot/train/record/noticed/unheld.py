@@ -36,7 +36,7 @@ DEPTH = 2  # of the search for generators: an attribute of an attribute of a var
 UNLESS = "; a copy that never changes need not be saved"
 
 
-class Unheld:
+class UnheldObjects:
     """Search for objects with a state that an attached loop did not pass to `attach`."""
 
     def __init__(self, objects: Mapping[str, Any], optimizers: Sequence[Any], data: Any) -> None:

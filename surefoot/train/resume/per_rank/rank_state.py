@@ -23,7 +23,7 @@ from surefoot.train.quiet import read_entry
 if TYPE_CHECKING:
     from surefoot.components.checkpoint import Commit
     from surefoot.contract.spec import RunSpec
-    from surefoot.contract.task import Resolved
+    from surefoot.contract.task import ResolvedTask
     from surefoot.runtime.comm.group import Group
 
 TREES = "task-ranks.json"
@@ -43,12 +43,12 @@ def is_of_task(file: str) -> bool:
     return file.startswith(OF_RANK)
 
 
-def find_per_rank(task: Resolved) -> list[str]:
+def find_per_rank(task: ResolvedTask) -> list[str]:
     """Return the names of the entries that are "per_rank"."""
     return [name for name, word in task.state_on_ranks.items() if word == "per_rank"]
 
 
-def check_words(task: Resolved, spec: RunSpec) -> None:
+def check_words(task: ResolvedTask, spec: RunSpec) -> None:
     """Check `state_on_ranks`.
 
     Raises TaskError for an entry that `state()` does not name, SpecError for "per_rank" with
@@ -70,7 +70,7 @@ def check_words(task: Resolved, spec: RunSpec) -> None:
         )
 
 
-def describe(group: Group, task: Resolved) -> list[str]:
+def describe(group: Group, task: ResolvedTask) -> list[str]:
     """Return messages on how `state()` is held on several ranks. Every rank must call this.
 
     An entry without a declaration is named with the declarations to choose from.
@@ -112,13 +112,13 @@ def _list(names: list[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def digest_entries(task: Resolved, names: list[str]) -> dict[str, str]:
+def digest_entries(task: ResolvedTask, names: list[str]) -> dict[str, str]:
     """Return the SHA-256 (hex) of each of these entries on this rank."""
     state = {} if task.state is None or not names else task.state()
     return {name: _digest(name, state[name]) for name in names}
 
 
-def digest_replicated(task: Resolved) -> dict[str, str]:
+def digest_replicated(task: ResolvedTask) -> dict[str, str]:
     """Return the SHA-256 (hex) of each "replicated" entry on this rank."""
     return digest_entries(
         task, [name for name, word in task.state_on_ranks.items() if word == "replicated"]
@@ -138,7 +138,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def gather(group: Group, task: Resolved) -> PerRankState:
+def gather(group: Group, task: ResolvedTask) -> PerRankState:
     """Compare the replicated entries and send the per-rank entries to rank 0.
 
     Every rank must call this. Raises NumbersError, on all ranks, if a replicated entry differs from
@@ -148,7 +148,7 @@ def gather(group: Group, task: Resolved) -> PerRankState:
     if facts and (apart := group.check_equal(facts)):
         name, rank, _, _ = apart[0]
         raise NumbersError(
-            f"state_on_ranks says that {name!r} is replicated, and its value on rank "
+            f"state_on_ranks says that {name!r} is replicated, but its value on rank "
             f"{rank} of {group.size} differs from that on rank 0",
             hint=(
                 "all-reduce the values that change it "
@@ -211,19 +211,19 @@ def count_saved(commit: Commit) -> int:
     )
 
 
-def check_fit(group: Group, task: Resolved, commit: Commit) -> None:
+def check_fit(group: Group, task: ResolvedTask, commit: Commit) -> None:
     """Raise RunFolderError if the per-rank entries are those of a different number of ranks."""
     names, saved = find_per_rank(task), count_saved(commit)
     if names and saved != group.size:
         raise RunFolderError(
             f"{commit.folder} holds {_list(names)} of state() for {saved} "
-            f"rank{'s' * (saved > 1)}, one for each, and the run has {group.size} "
+            f"rank{'s' * (saved > 1)}, one for each, but the run has {group.size} "
             f"rank{'s' * (group.size > 1)} now",
             hint=f"resume with {saved} rank{'s' * (saved > 1)}: --ranks {saved}",
         )
 
 
-def read(group: Group, task: Resolved, commit: Commit) -> dict[str, Any]:
+def read(group: Group, task: ResolvedTask, commit: Commit) -> dict[str, Any]:
     """Return this rank's entries of a checkpoint; none on rank 0 (they are in `state.json`)."""
     if group.is_first or not find_per_rank(task):
         return {}
