@@ -170,18 +170,23 @@ def suggest_class(path: Path, name: str = "") -> str:
     except (OSError, *NOT_PYTHON):
         return NAMING
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    counts = {
-        each: len(_methods_of(node, classes, 0).intersection(METHODS))
-        for each, node in classes.items()
-    }
+    counts = {each: _count_methods(_methods_of(node, classes, 0)) for each, node in classes.items()}
     likeliest = [each for each, count in counts.items() if count == max(counts.values())]
     if not likeliest:
         return "the file has no class; surefoot init NEW writes a file with a task"
-    near = difflib.get_close_matches(name, likeliest, n=1) or likeliest
+    lower = {each.lower(): each for each in likeliest}
+    close = difflib.get_close_matches(name.lower(), lower, n=1)
+    near = [lower[each] for each in close] or likeliest
     here = Path.cwd()
     file = path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path
     named = " or ".join(shlex.quote(f"{file}:{each}") for each in near)
     return f"name {'its class' if len(near) == 1 else 'one of its classes'}: {named}"
+
+
+def _count_methods(methods: set[str]) -> int:
+    """Return how many of a task's methods there are; `updates` replaces `forward` and `loss`."""
+    replaced = {"forward", "loss"} if "updates" in methods else set()
+    return len((methods | replaced).intersection(METHODS))
 
 
 def _methods_of(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: int) -> set[str]:

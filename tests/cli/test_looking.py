@@ -326,7 +326,12 @@ def test_a_stranger_s_run_cannot_steer_the_terminal(surefoot: Command) -> None:
 def test_runs_lie_side_by_side_with_what_differs(surefoot: Command) -> None:
     past.write_finished(Path("a"))
     past.write_finished(
-        Path("b"), lr=0.01, accuracy=0.95, versions={"python": "3.11.7", "torch": "2.11.0"}, seed=1
+        Path("b"),
+        lr=0.01,
+        accuracy=0.95,
+        versions={"python": "3.11.7", "torch": "2.11.0"},
+        seed=1,
+        place={"rank": 0, "world_size": 2, "host": "here"},
     )
     answer = surefoot("compare", "a", "b")
     assert (answer.code, answer.err) == (0, "")
@@ -339,6 +344,7 @@ def test_runs_lie_side_by_side_with_what_differs(surefoot: Command) -> None:
         "throughput 1.28 k samples/s 1.28 k samples/s",
         "time 50 s 50 s",
         "torch 2.13.0 2.11.0",
+        "ranks 1 2",
     ):
         assert line in lines, line
     assert not any(line.startswith(("optim.weight_decay", "python", "code")) for line in lines)

@@ -34,7 +34,7 @@ def test_a_memory_map_is_read_by_position_without_being_copied(tmp_path: Path) -
 
 @pytest.mark.parametrize("arrays", [(torch.zeros(3), torch.zeros(4)), (torch.zeros(0),), ()])
 def test_arrays_that_are_no_set_are_refused(arrays: tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(DataError, match=r"Arrays|do not have one length"):
+    with pytest.raises(DataError, match=r"Arrays|do not have one length|hold no sample"):
         Arrays(*arrays)
 
 

@@ -233,12 +233,27 @@ SUGGESTED = {
         "my own/mine.py",
         "name its class: 'my own/mine.py:Mine'",
     ),
+    "a task of updates beside one of four methods": (
+        f"class Mine:\n{PARTS}class Gan:\n    def model(self): ...\n"
+        "    def data(self, split): ...\n    def updates(self, model): ...\n",
+        "mine.py",
+        "name one of its classes: mine.py:Mine or mine.py:Gan",
+    ),
     "no class": (
         "import os\n",
         "mine.py",
         "the file has no class; surefoot init NEW writes a file with a task",
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["Gan", "GAN", "gan", "Gann"])
+def test_a_class_is_found_by_a_name_in_another_case(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(f"class Net:\n{PARTS}class Gan:\n{PARTS}")
+    assert signature.suggest_class(Path("mine.py"), name) == "name its class: mine.py:Gan"
 
 
 @pytest.mark.parametrize("what", SUGGESTED)

@@ -124,6 +124,7 @@ def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
                 **each.started.versions,
                 **{f"machine.{name}": value for name, value in each.started.machine.items()},
                 "host": each.started.place.get("host"),
+                "ranks": each.started.place.get("world_size"),
                 "code": each.started.code_digest,
                 "commit": each.started.commit,
                 "uncommitted changes": each.started.is_dirty,

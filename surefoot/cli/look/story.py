@@ -57,7 +57,7 @@ def describe_environment(past: Past) -> Pairs:
     """Return where the run took place: its spec, host, device, versions, data, model and code."""
     started = past.started
     machine, data = started.machine, started.data
-    threads = machine.get("threads")
+    threads, ranks = machine.get("threads"), started.place.get("world_size", 1)
     cores = f"{machine.get('processor', UNKNOWN)}, {machine.get('cores', UNKNOWN)} cores"
     pairs = [
         ("spec", f"{started.spec_id}, seed {started.seed}"),
@@ -70,7 +70,8 @@ def describe_environment(past: Past) -> Pairs:
         ),
         (
             "device",
-            f"{machine.get('device', UNKNOWN)}, {threads} thread{'' if threads == 1 else 's'}",
+            f"{machine.get('device', UNKNOWN)}, {threads} thread{'' if threads == 1 else 's'}"
+            + (f", {ranks} ranks" if ranks > 1 else ""),
         ),
         ("versions", ", ".join(f"{name} {version}" for name, version in started.versions.items())),
         ("data", f"{data.get('describe', UNKNOWN)}"),

@@ -163,7 +163,9 @@ class Arrays:
         if len(lengths) != 1 or lengths == {0}:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self._tensors)
             raise DataError(
-                f"arrays of shapes {shapes} do not have one length",
+                f"arrays of shapes {shapes} hold no sample"
+                if lengths == {0}
+                else f"arrays of shapes {shapes} do not have one length",
                 hint="pass arrays of one length, at least 1",
             )
         self._length = lengths.pop()

@@ -503,5 +503,9 @@ def _length_of(iterable: Any) -> int:
         return len(iterable)
     except TypeError:
         raise DataError(
-            f"{type(iterable).__name__} has no length", hint="Iterated(iterable, num_batches=...)"
+            f"{type(iterable).__name__} has no length",
+            hint=(
+                "say how many batches an epoch has: "
+                "surefoot.data.Iterated(iterable, num_batches=100)"
+            ),
         ) from None
