@@ -254,3 +254,13 @@ def test_the_bar_cuts_no_number_off_and_tells_of_the_steps_again_after_an_evalua
     assert "loss 1.235" in lines[-1]
     assert ("accuracy 96.43 %" in lines[-1]) is (width >= 80)
     assert "test 1,000" not in lines[-1]
+
+
+def test_an_evaluation_whose_count_is_printed_ends_with_its_last_count() -> None:
+    stream = io.StringIO()
+    console = Console(total_steps=None, unit="samples", stream=stream)
+    for _ in range(2):  # the second one follows at once: nothing of it is printed
+        for done in range(8, 65, 8):
+            console.evaluating("test", done, 64)
+    console.close()
+    assert stream.getvalue().splitlines() == ["test 8/64 samples", "test 64/64 samples"]

@@ -89,6 +89,7 @@ class Console:
         self._score = ""
         self._last: Summary | None = None
         self._last_line_s = 0.0
+        self._has_count = False  # whether the last count of an evaluation is still to be shown
         self._started_s = time.monotonic()
         if not quiet and self._stream.isatty():
             self._start_bar()
@@ -207,8 +208,8 @@ class Console:
                 if len(text) <= self._free_columns()
                 else text.removesuffix(" samples"),
             )
-        elif now_s - self._last_line_s > LINE_EVERY_S:
-            self._last_line_s = now_s
+        elif now_s - self._last_line_s > LINE_EVERY_S or (done == total and self._has_count):
+            self._last_line_s, self._has_count = now_s, done != total
             self.say(text)
 
     def evaluated(
