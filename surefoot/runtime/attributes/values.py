@@ -112,6 +112,11 @@ class Aliases:
             f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)
         }
         tensors |= chain(model.named_parameters(), model.named_buffers())
+        return cls.of_tensors(tensors)
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> Aliases:
+        """Return the aliases of tensors that are saved under these names."""
         memory = {
             key: name for name, each in tensors.items() if (key := memory_of(each)) is not None
         }

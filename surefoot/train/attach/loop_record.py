@@ -190,6 +190,7 @@ class LoopRecord:
 
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside = True
+        self._unheld.begin()
         # what the loop did between two passes is no part of a step's rate
         self._meter.restart_clock()
         self.clock.begin_steps()
