@@ -223,3 +223,14 @@ def named_attributes(model: nn.Module) -> Mapping[str, Any]:
         for prefix, module in model.named_modules()
         for name, value in attributes_of(module).items()
     }
+
+
+def read_forms(model: nn.Module) -> dict[str, Any]:
+    """Return dtype and shape of every buffer, or None for one without a tensor, by dotted name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: None
+        if buffer is None
+        else (buffer.dtype, tuple(buffer.shape))
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
+    }
