@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import surefoot
 from surefoot import checkpoint
 from surefoot.core.errors import RunFolderError
+from tests.train.small import Small, spec
+from tests.train.test_resume import bits, train
 
 STEPS, STOP = 8, 5
 
@@ -166,6 +168,28 @@ def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(
     for name, each in whole.items():
         assert again[name].dtype == each.dtype
         assert torch.equal(again[name], each), name
+
+
+class Given(Small):
+    """A task with one of these models."""
+
+    def __init__(self, make: type[Seeing]) -> None:
+        super().__init__()
+        self.make = make
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(self.make(), nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("kind", [Filled, Grown, Dropped, Registered])
+def test_a_run_resumes_with_the_bits_of_one_that_was_never_stopped(
+    kind: type[Seeing], tmp_path: Path
+) -> None:
+    how = spec(STEPS, checkpoint={"every": "2 steps"})
+    train(tmp_path / "whole", how, Given(kind))
+    train(tmp_path / "left", how, Given(kind), leave_at=STOP)
+    train(tmp_path / "left", how, Given(kind))
+    assert bits(tmp_path / "left", STEPS) == bits(tmp_path / "whole", STEPS)
 
 
 def test_a_checkpoint_of_other_weights_leaves_a_buffer_none(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -171,12 +171,13 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
 
     `rank` names the files for one of several ranks (`rank-00001`). Raises RunFolderError.
     """
-    own, undoings = _RankState(one, rank), []
+    own, undoings = _RankState(one, rank), list[Callable[[], None]]()
     saved = one.json(own.text)
-    of_modules = saved.get("modules", {}) if isinstance(saved, dict) else {}
-    for name, module in modules_of(state).items():
-        forms = of_modules.get(name, {}).get("attributes", {}).get("forms", {})
-        undoings.append(match_buffers(module, own.over(f"{name}.safetensors"), forms))
+    with as_run_folder_errors(one.folder):
+        of_modules = saved.get("modules", {})
+        for name, module in modules_of(state).items():
+            forms = of_modules.get(name, {}).get("attributes", {}).get("forms", {})
+            undoings.append(match_buffers(module, own.over(f"{name}.safetensors"), forms))
     try:
         return _restore(one, state, own)
     except BaseException:

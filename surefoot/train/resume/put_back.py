@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from surefoot.components.checkpoint import MODEL, Commit, match_buffers
+from surefoot.components.checkpoint import MODEL, Commit, as_run_folder_errors, match_buffers
 from surefoot.core.errors import RunFolderError
 from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import Assembly
@@ -35,8 +35,9 @@ def fit_model(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -
             f"{commit.folder} holds the updates {held}, the task has {sorted(own)}",
             hint="resume with the task and the spec that the run was started with",
         )
-    attributes = skeleton.get("attributes", {}) if isinstance(skeleton, dict) else {}
-    match_buffers(assembly.model, commit.pieces(MODEL), attributes.get("forms", {}))
+    with as_run_folder_errors(commit.folder):
+        forms = skeleton.get("attributes", {}).get("forms", {})
+        match_buffers(assembly.model, commit.pieces(MODEL), forms)
 
 
 def put_back_training(
