@@ -325,14 +325,9 @@ def test_a_stranger_s_run_cannot_steer_the_terminal(surefoot: Command) -> None:
 
 def test_runs_lie_side_by_side_with_what_differs(surefoot: Command) -> None:
     past.write_finished(Path("a"))
-    past.write_finished(
-        Path("b"),
-        lr=0.01,
-        accuracy=0.95,
-        versions={"python": "3.11.7", "torch": "2.11.0"},
-        seed=1,
-        place={"rank": 0, "world_size": 2, "host": "here"},
-    )
+    versions = {"python": "3.11.7", "torch": "2.11.0"}
+    place = {"rank": 0, "world_size": 2, "host": "here"}
+    past.write_finished(Path("b"), lr=0.01, accuracy=0.95, versions=versions, seed=1, place=place)
     answer = surefoot("compare", "a", "b")
     assert (answer.code, answer.err) == (0, "")
     lines = [" ".join(line.split()) for line in answer.out.splitlines()]

@@ -234,8 +234,10 @@ SUGGESTED = {
         "name its class: 'my own/mine.py:Mine'",
     ),
     "a task of updates beside one of four methods": (
-        f"class Mine:\n{PARTS}class Gan:\n    def model(self): ...\n"
-        "    def data(self, split): ...\n    def updates(self, model): ...\n",
+        (
+            f"class Mine:\n{PARTS}class Gan:\n    def model(self): ...\n"
+            "    def data(self, split): ...\n    def updates(self, model): ...\n"
+        ),
         "mine.py",
         "name one of its classes: mine.py:Mine or mine.py:Gan",
     ),

@@ -14,6 +14,7 @@ from surefoot.components.checkpoint.load import (
 from surefoot.components.checkpoint.modules import (
     check_buffers,
     encode_storable,
+    match_buffers,
     module_state,
     put_back_buffers,
     put_back_extra,
@@ -82,6 +83,7 @@ __all__ = [
     "make_room",
     "name_kind",
     "newest_loadable",
+    "match_buffers",
     "put_back_buffers",
     "put_back_extra",
     "random_states",

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from surefoot.components.checkpoint.tensor_files import check_storable, fill
+from surefoot.components.checkpoint.tensor_files import DTYPES, check_storable, create, fill
 from surefoot.components.checkpoint.tree import split
+from surefoot.contract.manifest import Piece
 from surefoot.contract.state import Part
 from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.runtime.attributes.snapshot import ABSENT
 from surefoot.runtime.attributes.stored import Stored, encode_attributes
 from surefoot.runtime.attributes.tracker import AttributeChanges
+from surefoot.runtime.attributes.values import find_owner
 
 
 class ModuleTensors(NamedTuple):
@@ -126,6 +129,48 @@ def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
                 f"the checkpoint contains the buffer {name!r}, but the model has no such module",
                 hint="resume with the model that was saved",
             )
+
+
+def _has_form(held: Any, piece: Piece) -> bool:
+    return (
+        isinstance(held, Tensor)
+        and tuple(held.shape) == piece.shape
+        and DTYPES.get(held.dtype) == piece.dtype
+    )
+
+
+def match_buffers(
+    module: nn.Module, pieces: Mapping[str, Piece], forms: Mapping[str, bool]
+) -> Callable[[], None]:
+    """Give the buffers of a module the form that they have in a checkpoint; return the undoing.
+
+    A buffer that is None gets a tensor for the piece of its name. So does one of `forms`, which the
+    forward pass replaces or registers, whatever it holds; one that was None then is None again.
+    """
+    before = list[tuple[nn.Module, str, Any]]()
+    near = next((each.device for each in module.parameters()), torch.device("cpu"))
+    wanted = {name: piece for name, piece in pieces.items() if forms.get(name, True)}
+    for name, piece in [*wanted.items(), *((each, None) for each, is_set in forms.items())]:
+        owner, leaf = find_owner(module, name)
+        if owner is None or (leaf not in owner._buffers and hasattr(owner, leaf)):
+            continue
+        held = owner._buffers.get(leaf, ABSENT)
+        if piece is None:
+            if forms[name] or held is None or held is ABSENT:
+                continue
+        elif not (held is None or name in forms) or _has_form(held, piece):
+            continue
+        before.append((owner, leaf, held))
+        owner._buffers[leaf] = None if piece is None else create(name, piece).to(near)
+
+    def undo() -> None:
+        for owner, leaf, held in before:
+            if held is ABSENT:
+                del owner._buffers[leaf]
+            else:
+                owner._buffers[leaf] = held
+
+    return undo
 
 
 @torch.no_grad()

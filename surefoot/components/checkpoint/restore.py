@@ -6,7 +6,7 @@ does not fit.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,7 @@ from surefoot.components.checkpoint.modules import (
     check_buffers,
     describe_layouts,
     find_layouts,
+    match_buffers,
     module_state,
     put_back_buffers,
     put_back_extra,
@@ -117,8 +118,13 @@ def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = 
     """
     one = Commit(Path(folder), step)
     stored = one.pieces(MODEL)
-    check_fit(one.folder, stored, _tensors(model, stored=stored), widen=widen)
-    commits.check(one.folder)
+    undo = match_buffers(model, stored, {})
+    try:
+        check_fit(one.folder, stored, _tensors(model, stored=stored), widen=widen)
+        commits.check(one.folder)
+    except BaseException:
+        undo()
+        raise
     _read_into(model, one, MODEL, widen=widen)
     return one.manifest
 
@@ -165,9 +171,24 @@ def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, 
 
     `rank` names the files for one of several ranks (`rank-00001`). Raises RunFolderError.
     """
+    own, undoings = _RankState(one, rank), list[Callable[[], None]]()
+    saved = one.json(own.text)
+    with as_run_folder_errors(one.folder):
+        of_modules = saved.get("modules", {})
+        for name, module in modules_of(state).items():
+            forms = of_modules.get(name, {}).get("attributes", {}).get("forms", {})
+            undoings.append(match_buffers(module, own.over(f"{name}.safetensors"), forms))
+    try:
+        return _restore(one, state, own)
+    except BaseException:
+        for undo in undoings:
+            undo()
+        raise
+
+
+def _restore(one: Commit, state: Mapping[str, Any], own: _RankState) -> dict[str, Any]:
     modules = modules_of(state)
     reshard(modules.values())
-    own = _RankState(one, rank)
     absent = [
         name
         for name in modules

@@ -354,3 +354,17 @@ def _is_like(one: Any, other: Any) -> bool:
 def count_numbers(batch: Batch) -> int:
     """Return the number of elements of all tensors in a batch."""
     return sum(each.numel() for each in find_tensors(batch))
+
+
+def count_batches(iterable: Any) -> int:
+    """Return the length of an iterable of batches. Raises DataError for one without a length."""
+    try:
+        return len(iterable)
+    except TypeError:
+        raise DataError(
+            f"{type(iterable).__name__} has no length",
+            hint=(
+                "say how many batches an epoch has: "
+                "surefoot.data.Iterated(iterable, num_batches=100)"
+            ),
+        ) from None

@@ -41,6 +41,8 @@ class LiveBuffers:
         if self._attribute_slots != []:  # empty for most models
             self._keep_attributes()
         if not self._is_settled:
+            # a pass may have dropped one
+            self._slots = [slot for slot in self._slots if getattr(*slot) is not None]
             self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
         if not self._is_settled or self._moving:
             self._hold([getattr(module, name) for module, name in self._slots])
@@ -69,7 +71,8 @@ class LiveBuffers:
         live = [
             (slot, held, copy)
             for slot, held, copy in every
-            if getattr(*slot) is not held or not torch.equal(copy, held)
+            if getattr(*slot) is not None
+            and (getattr(*slot) is not held or not torch.equal(copy, held))
         ]
         self._slots = [slot for slot, _, _ in live]
         self._copies = [copy for _, _, copy in live]

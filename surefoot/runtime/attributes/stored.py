@@ -15,13 +15,14 @@ from surefoot.core.errors import RunFolderError
 from surefoot.runtime.attributes.tracker import AttributeChanges
 from surefoot.runtime.attributes.values import NOTHING, Aliases, find_owner, map_leaves
 
-# "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names
+# "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names;
+# "forms": buffers whose form differs from that of the built model, and whether each is a tensor
 Stored = dict[str, Any]
 
 
 def encode_attributes(model: nn.Module, changed: AttributeChanges) -> Stored:
     """Return the changed attributes for a checkpoint, tensors detached; empty without changes."""
-    if not changed.values and not changed.deleted:
+    if not (changed.values or changed.deleted or changed.forms):
         return {}
     first = dict(changed.aliases.names)
     device = next((each.device.type for each in model.parameters()), "cpu")
@@ -31,7 +32,7 @@ def encode_attributes(model: nn.Module, changed: AttributeChanges) -> Stored:
         "grad": [],
         "host": [],
         "deleted": list(changed.deleted),
-    }
+    } | ({"forms": dict(changed.forms)} if changed.forms else {})
 
     def keep(path: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):

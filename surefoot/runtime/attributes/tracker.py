@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,18 +14,24 @@ from surefoot.runtime.attributes.values import (
     find_leaves,
     is_state,
     named_attributes,
+    read_forms,
     sign,
 )
 
 
 @dataclass(frozen=True)
 class AttributeChanges:
-    """Changed attributes by dotted name, deleted ones, and those that cannot be saved."""
+    """Changed attributes by dotted name, deleted ones, and those that cannot be saved.
+
+    `forms` are the buffers that have another shape or dtype than at first, or are set or None
+    unlike then: whether each is a tensor now.
+    """
 
     aliases: Aliases
     values: dict[str, Any]
     deleted: tuple[str, ...]
     unsaved: tuple[str, ...]
+    forms: Mapping[str, bool] = field(default_factory=dict)
 
 
 class AttributeTracker:
@@ -42,6 +48,7 @@ class AttributeTracker:
         """Read the attributes; tensors that `state` returns are saved anyway and are aliases."""
         self._model = model
         aliases = Aliases.of(model, {} if state is None else state())
+        self._forms = read_forms(model)
         self._before = {
             name: sign(value, aliases) for name, value in named_attributes(model).items()
         }
@@ -64,7 +71,12 @@ class AttributeTracker:
         deleted = [
             name for name, signed in self._before.items() if signed is not None and name not in now
         ]
-        return AttributeChanges(aliases, values, tuple(deleted), tuple(unsaved))
+        forms = {
+            name: form is not None
+            for name, form in read_forms(self._model).items()
+            if form != self._forms.get(name, MISSING)
+        }
+        return AttributeChanges(aliases, values, tuple(deleted), tuple(unsaved), forms)
 
 
 MISSING = object()

@@ -112,6 +112,11 @@ class Aliases:
             f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)
         }
         tensors |= chain(model.named_parameters(), model.named_buffers())
+        return cls.of_tensors(tensors)
+
+    @classmethod
+    def of_tensors(cls, tensors: dict[str, Tensor]) -> Aliases:
+        """Return the aliases of tensors that are saved under these names."""
         memory = {
             key: name for name, each in tensors.items() if (key := memory_of(each)) is not None
         }
@@ -217,4 +222,15 @@ def named_attributes(model: nn.Module) -> Mapping[str, Any]:
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
         for name, value in attributes_of(module).items()
+    }
+
+
+def read_forms(model: nn.Module) -> dict[str, Any]:
+    """Return dtype and shape of every buffer, or None for one without a tensor, by dotted name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: None
+        if buffer is None
+        else (buffer.dtype, tuple(buffer.shape))
+        for prefix, module in model.named_modules()
+        for name, buffer in module._buffers.items()
     }

@@ -168,9 +168,14 @@ class LoopKeeper:
         """Index of the epoch in which the loop resumes; earlier ones are finished or broken off."""
         return self.pass_number + self._is_between
 
+    @property
+    def first_batch(self) -> int:
+        """Index in its epoch of the batch at which the loop resumes."""
+        return 0 if self._is_between else self.position
+
     def describe_position(self) -> tuple[str, ...]:
         """Return a message on the batch in mid-epoch at which the loop resumes."""
-        if self._is_between or not self.position:
+        if not self.first_batch:
             return ()
         told = (
             f"epoch {self.pass_number} resumes at batch {self.position}: a loop that counts the "

@@ -141,9 +141,7 @@ class LoopRecord:
         self.step = self._saved_step = int(loop["step"])
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
-        self.first_batch = (
-            0 if self.first_pass > self._keeper.pass_number else self._keeper.position
-        )
+        self.first_batch = self._keeper.first_batch
         changed = describe_changes(loop.get("given", {}), self._given, self.folder)
         self._training_s = float(loop.get("training_s", 0.0))
         # an older version did not save the time
@@ -196,6 +194,7 @@ class LoopRecord:
 
     def begin_pass(self) -> Iterator[Any]:
         self._is_inside, self.first_batch = True, 0
+        self._unheld.begin()
         # what the loop did between two passes is no part of a step's rate
         self._meter.restart_clock()
         self.clock.begin_steps()

@@ -20,6 +20,7 @@ from surefoot.core.units import format_bytes, format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.out_of_memory import WithinMemory
 from surefoot.train.quiet import preserve_state
+from surefoot.train.record.noticed.attribute_notes import OptimizerWatch
 from surefoot.train.record.noticed.in_place import WatchedForWrites
 from surefoot.train.record.noticed.unfreezing import Unfreezing
 from surefoot.train.record.telling import Telling
@@ -39,7 +40,7 @@ def make_step_function(
     step: Callable[[int], StepReport] = Unfreezing(
         WithinMemory(assembly, telling, folder), assembly, telling
     )
-    step = WatchedForWrites(step, assembly, telling)
+    step = WatchedForWrites(OptimizerWatch(step, assembly, telling), assembly, telling)
     if assembly.spec.memory.predict:
         step = PeakCheck(step, assembly, telling, folder)
     is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from surefoot.components.checkpoint import Commit
+from surefoot.components.checkpoint import MODEL, Commit, as_run_folder_errors, match_buffers
 from surefoot.core.errors import RunFolderError
 from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import Assembly
@@ -14,8 +14,11 @@ from surefoot.train.resume.per_rank import rank_state
 from surefoot.train.resume.state_files import LIVE
 
 
-def check_fit(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -> None:
-    """Raise RunFolderError if the step, the per-rank state or the updates are not the run's."""
+def fit_model(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -> None:
+    """Give the buffers of the model the form that they have in the checkpoint.
+
+    Raises RunFolderError if the step, the per-rank state or the updates are not the run's.
+    """
     step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
     if step != commit.manifest.step:
         raise RunFolderError(
@@ -32,6 +35,9 @@ def check_fit(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -
             f"{commit.folder} holds the updates {held}, the task has {sorted(own)}",
             hint="resume with the task and the spec that the run was started with",
         )
+    with as_run_folder_errors(commit.folder):
+        forms = skeleton.get("attributes", {}).get("forms", {})
+        match_buffers(assembly.model, commit.pieces(MODEL), forms)
 
 
 def put_back_training(

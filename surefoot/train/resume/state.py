@@ -388,14 +388,14 @@ class LiveState:
         task.
         """
         from surefoot.components.optim.masters import publish
-        from surefoot.train.resume.put_back import check_fit, put_back_task_state, put_back_training
+        from surefoot.train.resume.put_back import fit_model, put_back_task_state, put_back_training
 
         skeleton = commit.json("state.json")
         with checkpoint.as_run_folder_errors(commit.folder):
             self._assembly.trained.restore(self._assembly, skeleton)
+        fit_model(self._group, self._assembly, commit, skeleton)
         held_tensors = checkpoint.module_state(self._model, commit.pieces(checkpoint.MODEL)).tensors
         own = {name: master_of(tensor) for name, tensor in held_tensors.items()}
-        check_fit(self._group, self._assembly, commit, skeleton)
         with checkpoint.as_run_folder_errors(commit.folder):
             checkpoint.check_buffers(self._model, skeleton["buffers"])
             if not keep_buffers:

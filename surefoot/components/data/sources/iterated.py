@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from surefoot.components.data.feed import size_of
+from surefoot.components.data.feed import count_batches, size_of
 from surefoot.components.data.sources.batch_digest import (
     PassDigest,
     ReadingDifference,
@@ -96,7 +96,7 @@ class Iterated:
     def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
         from surefoot.components.data.sources.watched import ObservedLoader
 
-        length = num_batches if num_batches is not None else _length_of(iterable)
+        length = num_batches if num_batches is not None else count_batches(iterable)
         if isinstance(iterable, Iterator):
             raise DataError(
                 f"a {type(iterable).__name__} can be read only once",
@@ -496,16 +496,3 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _as_they_are(number: int) -> AbstractContextManager[None]:
     return contextlib.nullcontext()
-
-
-def _length_of(iterable: Any) -> int:
-    try:
-        return len(iterable)
-    except TypeError:
-        raise DataError(
-            f"{type(iterable).__name__} has no length",
-            hint=(
-                "say how many batches an epoch has: "
-                "surefoot.data.Iterated(iterable, num_batches=100)"
-            ),
-        ) from None

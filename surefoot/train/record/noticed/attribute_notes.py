@@ -1,10 +1,22 @@
-"""Reports on module attributes that change in a step: unsaved ones, and copies on each rank."""
+"""Reports on attributes of modules and optimizers that change in a step and are not saved."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
 
+from torch import Tensor
+
+from surefoot.components.stability.guard import GuardFault
+from surefoot.contract.state import StepReport
 from surefoot.core.units import name_some
+from surefoot.runtime.attributes.generators import generator_state, is_generator
+from surefoot.runtime.attributes.values import Aliases, find_leaves, parts_of, sign
+from surefoot.runtime.nested_tensors import find_tensors
+
+if TYPE_CHECKING:
+    from surefoot.train.assemble import Assembly
+    from surefoot.train.record.telling import Telling
 
 UNSAVED = (
     "{names} of the model changes while it trains, but a checkpoint cannot hold it: "
@@ -24,6 +36,33 @@ KEEP_ONE = (
     "state_on_ranks: the tensor of each rank is then saved and restored"
 )
 MAX_NAMED = 8
+LOST = (
+    "{names} of the optimizer ({kind}) changes while it trains, and its state_dict() does not "
+    "contain it: no checkpoint holds it, and a resumed {what} has the initial value"
+)
+KEEP_IN_STATE = (
+    "keep it in self.state or in param_groups, which state_dict() contains, or return it from "
+    "state_dict() and read it in load_state_dict()"
+)
+# what torch, its schedulers and GradScaler set; each is computed again, or saved elsewhere
+OF_TORCH = frozenset(
+    {
+        "defaults",
+        "found_inf",
+        "grad_scale",
+        "param_groups",
+        "state",
+        "step",
+        "_need_device_dtype_check_for_fused",
+        "_numel_cache",
+        "_opt_called",
+        "_step_count",
+        "_warned_capturable_if_run_uncaptured",
+        "_zero_grad_profile_name",
+    }
+)
+MAX_HASHED = 1 << 20  # elements in one attribute that are read; more are compared by version
+Found = tuple[str, str]
 
 
 class AttributeNotes:
@@ -46,3 +85,139 @@ class AttributeNotes:
         new = [name for name in names if name not in self._reported]
         self._reported.update(new)
         return name_some(new, MAX_NAMED)
+
+
+# ---- of optimizers
+
+
+@final
+class OptimizerAttributes:
+    """Attributes of optimizers at the time of `begin`, compared after some of the later steps."""
+
+    def __init__(self, optimizers: Sequence[Any], what: str) -> None:
+        self._optimizers, self._what = optimizers, what
+        self._before: list[Mapping[str, Any]] | None = None  # None until `begin`
+        self._reported: set[tuple[int, str]] = set()
+        self._num_asked = 0
+
+    def begin(self) -> None:
+        """Read the attributes, before the first step; later calls do nothing."""
+        if self._before is None:
+            self._before = [_read(each) for each in self._optimizers]
+
+    def find_changed(self) -> list[Found]:
+        """Return, once for each attribute, (finding, action).
+
+        The attributes are read in the first two calls and then ever more rarely, in calls 4, 8, 16.
+        """
+        self._num_asked += 1
+        if self._before is None or self._num_asked & (self._num_asked - 1):
+            return []
+        return [
+            (LOST.format(names=names, kind=type(each).__name__, what=self._what), KEEP_IN_STATE)
+            for number, each in enumerate(self._optimizers)
+            if (names := self._name_new(number, each, self._before[number]))
+        ]
+
+    def _name_new(self, number: int, optimizer: Any, before: Mapping[str, Any]) -> str:
+        now = _read(optimizer)
+        changed = [
+            name
+            for name, signed in now.items()
+            if signed is not None
+            and signed != before.get(name, ())
+            and (number, name) not in self._reported
+        ]
+        if not changed:
+            return ""
+        saved = optimizer.state_dict() if hasattr(optimizer, "state_dict") else {}
+        new = [name for name in changed if not _is_saved(name, optimizer, saved)]
+        self._reported.update((number, name) for name in new)
+        return name_some(new, MAX_NAMED)
+
+
+def _read(optimizer: Any) -> dict[str, Any]:
+    """Return the attributes of an optimizer, signed, without those that torch sets."""
+    aliases = _aliases_of(optimizer)
+    return {
+        name: _sign(value, aliases)
+        for name, value in list(getattr(optimizer, "__dict__", {}).items())
+        if name not in OF_TORCH and not name.startswith("_optimizer_")
+    }
+
+
+def _aliases_of(optimizer: Any) -> Aliases:
+    held = [
+        *find_tensors([group["params"] for group in optimizer.param_groups]),
+        *find_tensors(list(getattr(optimizer, "state", {}).values())),
+    ]
+    return Aliases.of_tensors({str(number): each for number, each in enumerate(held)})
+
+
+def _sign(value: Any, aliases: Aliases) -> Any:
+    """Return a value that differs if `value` has changed; None for what is saved or no state."""
+    if is_generator(value):
+        return sign(value, aliases)
+    leaves = find_leaves(value)
+    if leaves is None:
+        return None
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    own = [each for each in tensors if not aliases.is_alias(each)]
+    if tensors and not own and len(tensors) == len(leaves):
+        return None
+    if sum(each.numel() for each in own) > MAX_HASHED:
+        return [(id(each), None if each.is_inference() else each._version) for each in own]
+    return sign(value, aliases)
+
+
+def _is_saved(name: str, optimizer: Any, saved: Mapping[str, Any]) -> bool:
+    """Return whether a state dict contains an attribute of the optimizer.
+
+    It does with an entry of that name, or with one of that value outside of the states and groups
+    of parameters.
+    """
+    none = Aliases.of_tensors({})
+    value = getattr(optimizer, name)
+    signed = generator_state(value) if is_generator(value) else value
+    signed = sign(signed, none)
+    own = {key: each for key, each in saved.items() if key not in ("state", "param_groups")}
+    state = saved.get("state", {})
+    own |= {key: each for key, each in state.items() if isinstance(key, str)}
+    plain = name.strip("_")
+    if any(key.strip("_") == plain for key in own if isinstance(key, str)):
+        return True
+    of_groups = [
+        each
+        for group in saved.get("param_groups", ())
+        for key, each in group.items()
+        if key != "params" and key.strip("_") == plain
+    ]
+    return any(sign(each, none) == signed for each in [*_all_parts(own), *of_groups])
+
+
+def _all_parts(value: Any) -> Iterator[Any]:
+    for _, part in parts_of(value) or ():
+        yield part
+        yield from _all_parts(part)
+
+
+# ---- of a run
+
+
+@final
+class OptimizerWatch:
+    """Step function that names the attributes of optimizers that no checkpoint holds."""
+
+    def __init__(
+        self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling
+    ) -> None:
+        self._step, self._telling = step, telling
+        optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
+        self._attributes = OptimizerAttributes(optimizers, "run")
+
+    def __call__(self, number: int) -> StepReport:
+        self._attributes.begin()
+        report = self._step(number)
+        for finding, action in self._attributes.find_changed():
+            self._telling.fault(GuardFault(number, "attributes", action, finding))
+        return report

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.generators import find_generators, sign_generator
 from surefoot.train.assemble import Assembly
+from surefoot.train.record.noticed.attribute_notes import OptimizerAttributes
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} starts with a new one"
 DRAWN = (
@@ -55,13 +56,19 @@ class UnheldObjects:
             for each in group["params"]
         }
         self._apart = trained - self._own
+        self._attributes = OptimizerAttributes(optimizers, "loop")
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
+
+    def begin(self) -> None:
+        """Read the attributes of the optimizers, before the first step; later calls do nothing."""
+        self._attributes.begin()
 
     def find_new(self) -> list[str]:
         """Return a warning, once each, on changes since `attach` that no checkpoint will hold."""
         return [
             *self.find_untrained(),
             *(describe_generator(name, "loop") for name in self._generators.find_drawn()),
+            *(f"{finding}; {action}" for finding, action in self._attributes.find_changed()),
         ]
 
     def find_untrained(self) -> list[str]:
