@@ -21,7 +21,7 @@ from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.trial import Clock, write_report
 
@@ -99,7 +99,7 @@ def _step(name: str, model: nn.Module) -> dict[str, float]:
 def measure_score(spec: str, folder: str, report: str) -> None:
     """The score of the last evaluation of a run."""
     with Run(spec_file.read(spec).spec, folder=folder, quiet=True) as run:
-        run_steps(run)
+        drive(run)
     write_report(
         report,
         {

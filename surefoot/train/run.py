@@ -489,7 +489,7 @@ class Run:
             )
 
 
-def run_steps(run: Run) -> None:
+def drive(run: Run) -> None:
     """Take all steps of an entered run; evaluate when the spec asks for it, and at the end."""
     for _ in run.steps():
         if run.evaluation_due:

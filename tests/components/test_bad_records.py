@@ -28,7 +28,7 @@ from surefoot.components.metrics import Mean, accuracy
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss, Source
 from surefoot.core.errors import BadRecordError
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.components.test_index import write_tar
 from tests.components.test_tars import image
 from tests.train.small import faults_of
@@ -156,7 +156,7 @@ def test_the_first_one_ends_a_run_that_does_not_skip(tmp_path: Path) -> None:
         pytest.raises(BadRecordError, match=r"photos\.tar") as raised,
         Run(spec(data={}), task(tmp_path, bad=(101,)), folder=tmp_path / "run", quiet=True) as run,
     ):
-        run_steps(run)
+        drive(run)
     assert raised.value.exit_code == 6
 
 
@@ -173,7 +173,7 @@ def test_more_than_may_be_left_out_end_the_run(tmp_path: Path) -> None:
             quiet=True,
         ) as run,
     ):
-        run_steps(run)
+        drive(run)
     assert "data.max_bad = 0.0151 allows 4" in raised.value.hint
 
 
@@ -183,7 +183,7 @@ def test_a_run_that_goes_on_knows_what_it_left_out(tmp_path: Path) -> None:
     mine = task(tmp_path)
     often = {"checkpoint": {"every": "1 step"}}
     with Run(spec(**often), mine, folder=whole, quiet=True) as run:
-        run_steps(run)
+        drive(run)
         digests = run.state_digests()
     with pytest.raises(KeyboardInterrupt), Run(spec(**often), mine, folder=cut, quiet=True) as run:
         for report in run.steps():
@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_knows_what_it_left_out(tmp_path: Path) -> None:
                 raise KeyboardInterrupt
     with Run(spec(**often), mine, folder=cut, quiet=True) as run:
         before = dict(run.assembly.engine.stepper.loader.bad.found)
-        run_steps(run)
+        drive(run)
         assert run.state_digests() == digests
         assert run.num_samples == NUM_SAMPLES - len(BAD)
         assert sorted(run.assembly.engine.stepper.loader.bad.found) == list(BAD)
@@ -208,7 +208,7 @@ def test_a_step_of_bad_records_alone_ends_the_run(tmp_path: Path) -> None:
             quiet=True,
         ) as run,
     ):
-        run_steps(run)
+        drive(run)
 
 
 def test_a_disk_that_fails_is_no_bad_record() -> None:

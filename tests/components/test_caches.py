@@ -22,7 +22,7 @@ from surefoot.contract import manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import SurefootError, TaskError
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 
@@ -179,7 +179,7 @@ def test_a_run_trains_to_the_same_weights_and_says_so(name: str, tmp_path: Path)
     weights = []
     for number, memory in enumerate(({}, {"activation_checkpointing": "full"})):
         with Run(spec(**memory), Causal(name), folder=tmp_path / str(number), quiet=True) as run:
-            run_steps(run)
+            drive(run)
             assert run.model.config.use_cache is True  # type: ignore[union-attr]
         weights.append(run.model.state_dict())
     assert all(torch.allclose(weights[0][key], weights[1][key], atol=1e-6) for key in weights[0])
@@ -197,7 +197,7 @@ def test_a_cache_that_was_asked_for_is_named_with_the_switch(how: str, tmp_path:
         pytest.raises(SurefootError) as caught,
         Run(spec(activation_checkpointing=how), task, folder=tmp_path / "a", quiet=True) as run,
     ):
-        run_steps(run)
+        drive(run)
     assert "use_cache=False" in str(caught.value.hint)
 
 

@@ -29,7 +29,7 @@ from surefoot.contract.spec import OptimTable, RunSpec
 from surefoot.core.errors import InputError, MissingExtra, SpecError
 from surefoot.prove.memory import compare, predict
 from surefoot.runtime.lowbit import torchao
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import call, records, spec
 from tests.train.test_resume import STEPS, STOP, Rich, bits, train
 
@@ -240,7 +240,7 @@ def test_what_was_observed_is_recorded_and_a_contract_for_fp32_state_is_broken(
     tmp_path: Path,
 ) -> None:
     with Run(spec(3, optim=STATE), Wide(), folder=tmp_path / "run", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     (started,) = [each for each in records(tmp_path / "run") if isinstance(each, Started)]
     assert (
         "moments stay in fp32: 0.bias, 1.weight, 1.bias, 4.bias (fewer than 4,096 elements)"
@@ -265,7 +265,7 @@ def test_digits_are_learned_as_well_as_with_moments_in_fp32(tmp_path: Path) -> N
                 observe={"tensorboard": False},
             )
             with Run(how, folder=tmp_path / f"{name}-{seed}", quiet=True) as run:
-                run_steps(run)
+                drive(run)
             scores[name].append(run.summary["value"])
     spread = max(scores["32"]) - min(scores["32"])
     assert abs(sum(scores["8"]) - sum(scores["32"])) / 3 <= max(spread, 0.01)

@@ -30,7 +30,7 @@ from surefoot.core.errors import RunFolderError
 from surefoot.train.assemble import Assembly, assemble
 from surefoot.train.resume.start import Start
 from surefoot.train.resume.state import LiveState
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "format_1"
 STEP = 6
@@ -173,7 +173,7 @@ def test_a_run_begins_with_the_weights_of_format_1(tmp_path: Path) -> None:
         quiet=True,
         start=Start(FIXTURE, STEP, weights_only=True),
     ) as run:
-        run_steps(run)
+        drive(run)
     assert run.outcome == "finished"
     frozen = [
         Commit(folder, step).read("model-00002-of-00002.safetensors")["0.weight"]
@@ -200,4 +200,4 @@ def test_a_format_of_the_future_is_told_and_not_guessed(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     with Run(SPEC, Kept(), folder=sys.argv[1], quiet=True) as written:
-        run_steps(written)
+        drive(written)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from surefoot.contract import commits, manifest
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 
 transformers = pytest.importorskip("transformers", reason="needs transformers: the extra hf")
 STEPS = 3
@@ -89,7 +89,7 @@ def test_from_pretrained_opens_a_step_folder_to_the_weights_that_were_evaluated(
         train={"length": f"{STEPS} steps", "batch": 4}, optim=optim, observe={"tensorboard": False}
     )
     with Run(spec, task(), folder=tmp_path / "run", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     folder = manifest.step_folder(tmp_path / "run", STEPS)
     opened, report = task.kind.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
@@ -120,7 +120,7 @@ def test_plain_safetensors_open_what_is_trained_and_what_is_frozen(tmp_path: Pat
         observe={"tensorboard": False},
     )
     with Run(spec, Encoder(), folder=tmp_path / "run", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     folder = manifest.step_folder(tmp_path / "run", 2)
     trained, frozen = (
         load_file(folder / f"model-0000{number}-of-00002.safetensors") for number in (1, 2)

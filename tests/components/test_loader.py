@@ -316,7 +316,7 @@ def test_workers_die_with_the_process_that_began_them() -> None:
         "import sys, multiprocessing, time\n"
         "from tests.components.test_loader import loader\n"
         "from tests.components.loading import Numbers\n"
-        "from surefoot.components.data.loader import LoaderSettings\n"
+        "from surefoot.components.data.loader.settings import LoaderSettings\n"
         "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); "
         "reading.take(1)\n"
         "print(*(each.pid for each in multiprocessing.active_children()), flush=True); "

@@ -17,7 +17,7 @@ from surefoot.components.memory.offload import Offloaded
 from surefoot.contract.state import master_of
 from surefoot.core.errors import SpecError
 from surefoot.prove.bench.rehearsal import Rehearsal
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import OPTIMIZERS, Small, assert_same, spec, state_of
 
 ROWS, WIDTH = 64, 512
@@ -129,7 +129,7 @@ def test_a_gpu_trains_as_without_it_and_goes_on_without_it(what: str, tmp_path: 
             )
             with Run(stated, Small(norm=True), folder=tmp_path / name, quiet=True) as run:
                 if length == 8:
-                    run_steps(run)
+                    drive(run)
                 else:
                     for report in run.steps():
                         if report.step == length:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.core.errors import SurefootError
-from surefoot.train.run import run_steps
+from surefoot.train.run import drive
 
 MIB = 1 << 20
 MORE_THAN_ANY = 1 << 48  # numbers
@@ -137,7 +137,7 @@ def main() -> None:
     try:
         with Run(RunSpec(**tables), folder=folder, quiet=True) as run:
             limit(headroom_mib * MIB)
-            run_steps(run)
+            drive(run)
             told["digests"] = run.state_digests()
     except SurefootError as error:
         told = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}

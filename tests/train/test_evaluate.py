@@ -21,7 +21,7 @@ from surefoot.contract.task import Loss, resolve
 from surefoot.core.errors import UserCodeError
 from surefoot.train.evaluate import evaluate
 from surefoot.train.quiet import preserve_state
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import SAMPLES, Small, assert_same, records, spec, state_of
 
 
@@ -151,7 +151,7 @@ def test_an_evaluation_that_is_no_number_is_recorded_and_never_the_best(tmp_path
             return {"perplexity": perplexity(math.nan, 3)}
 
     with Run(spec(4), Sick(), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     (found,) = [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
     assert not found.best
     value = found.metrics["perplexity"]

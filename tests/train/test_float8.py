@@ -24,7 +24,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.prove.memory import predict
 from surefoot.train.look_back import evaluate_run
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import Small, call, records, spec
 from tests.train.test_resume import STEPS, STOP, Rich, bits, train
 
@@ -201,7 +201,7 @@ def test_what_was_saved_is_evaluated_as_the_run_did_and_in_fp32_without_rounding
     tables = {"task": {"use": f"{tmp_path / 'mine.py'}:Mine"}, "observe": {"tensorboard": False}}
     how = RunSpec(**tables, precision=FLOAT8, train={"length": "8 steps", "batch": 4})
     with Run(how, folder=tmp_path / "run", quiet=True) as run:
-        run_steps(run)
+        drive(run)
         own = run.evaluate()
     results, _ = evaluate_run(tmp_path / "run", "last", None, None, fp32=True)
     assert [each.precision for each in results] == ["float8", "fp32"]

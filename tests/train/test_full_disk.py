@@ -21,7 +21,7 @@ from surefoot.contract.run_folder import retention
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, StorageError
 from surefoot.train.resume.full_disk import Patience
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import Small, call, end_of, fill, mounted, records, write_task
 
 WIDTH = 20_000  # so that a commit takes about 1.9 MB: weights, and two moments of each
@@ -80,7 +80,7 @@ def test_a_run_that_was_killed_on_a_full_disk_resumes_from_its_last_save_to_the_
     tmp_path: Path,
 ) -> None:
     with Run(wide(12), Wide(), folder=tmp_path / "whole", quiet=True) as whole:
-        run_steps(whole)
+        drive(whole)
     with mounted(tmp_path / "disk", TWO_OF_THREE) as disk:
         with (
             pytest.raises(ZeroDivisionError),
@@ -91,7 +91,7 @@ def test_a_run_that_was_killed_on_a_full_disk_resumes_from_its_last_save_to_the_
         assert manifest.steps(disk / "a")[-1] == 8
         with Run(wide(12), Wide(), folder=disk / "a", quiet=True) as again:
             assert again.step == 8
-            run_steps(again)
+            drive(again)
         for name, tensor in whole.model.state_dict().items():
             assert torch.equal(tensor, again.model.state_dict()[name]), name
 
@@ -125,7 +125,7 @@ def test_the_only_commit_never_makes_room(tmp_path: Path) -> None:
         run = disk / "a"
         lost = pytest.raises(StorageError, match="the state after step 6 was not saved")
         with lost, Run(wide(6), Wide(), folder=run, quiet=True) as opened:
-            run_steps(opened)
+            drive(opened)
         assert (saved(run), manifest.steps(run)) == ([2], [2])
         assert {fault.step for fault in faults(run, "storage")} == {4, 6}
         assert faults(run, "full-disk") == []
@@ -137,7 +137,7 @@ def test_nothing_is_deleted_for_a_damaged_commit_or_where_it_would_not_be_enough
 ) -> None:
     with mounted(tmp_path / "disk", "size=9M") as disk:
         with Run(wide(6), Wide(), folder=disk / "a", quiet=True) as run:
-            run_steps(run)
+            drive(run)
         assert manifest.steps(run.folder) == [2, 4, 6]
         need = manifest.read(manifest.step_folder(run.folder, 2)).num_bytes
         assert retention.find_in_the_way(run.folder, need, 0) == [2]
@@ -157,7 +157,7 @@ def test_too_few_inodes_are_room_too(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=64M", "nr_inodes=22") as disk:
         run = disk / "a"
         with Run(wide(12), Wide(), folder=run, quiet=True) as opened:
-            run_steps(opened)
+            drive(opened)
         assert saved(run)[-1] == 12
         assert faults(run, "full-disk")
         assert all_verify(run)

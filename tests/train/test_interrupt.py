@@ -21,7 +21,7 @@ from surefoot.contract import manifest
 from surefoot.contract.events import Evaluated, Step
 from surefoot.core.errors import NumbersError, UserCodeError
 from surefoot.core.place import child_environment
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import Small, end_of, records, spec, write_task
 
 
@@ -56,7 +56,7 @@ def test_a_step_in_which_the_interrupt_comes_is_done_first(tmp_path: Path) -> No
             return super().forward(model, batch)
 
     with Run(spec(50), Interrupted(), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     assert (end_of(tmp_path / "a").step, run.is_stopping) == (1, "interrupted")
     # it ends now, not after a last evaluation
     assert not [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
@@ -371,7 +371,7 @@ def test_a_run_works_outside_the_main_thread_and_leaves_signals_alone(tmp_path: 
 
     def work() -> None:
         with Run(spec(6), Small(), folder=tmp_path / "a", quiet=True) as run:
-            run_steps(run)
+            drive(run)
         outcome.append(run.outcome)
 
     before = signal.getsignal(signal.SIGINT)
@@ -413,7 +413,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(
     with os.fdopen(writing, "w", buffering=1) as stream, monkeypatch.context() as patched:
         patched.setattr(sys, "stderr", stream)
         with Run(spec(20), Small(), folder=tmp_path / "a") as run:
-            run_steps(run)
+            drive(run)
         patched.undo()
         with pytest.raises(BrokenPipeError):
             stream.flush()

@@ -22,7 +22,7 @@ from surefoot.contract.events import Evaluated, Started, Step
 from surefoot.core.errors import SpecError
 from surefoot.prove.whatif.noise import gradient_of
 from surefoot.train.preflight import norms
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import SAMPLES, Small, records, spec
 from tests.train.test_resume import Left
 
@@ -35,7 +35,7 @@ def notes(folder: Path) -> tuple[str, ...]:
 
 def finish(folder: Path, task: Any = None, **tables: dict[str, Any]) -> Run:
     with Run(spec(**tables), task or Small(), folder=folder, quiet=True) as run:
-        run_steps(run)
+        drive(run)
     return run
 
 
@@ -321,7 +321,7 @@ def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_du
                 raise Left
     with Run(how, Small(), folder=tmp_path / "run", quiet=True) as run:
         assert run.step == 9
-        run_steps(run)
+        drive(run)
     assert consumed.check(tmp_path / "run").holds
     assert run.num_samples == 4 * SAMPLES
 

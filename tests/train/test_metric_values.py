@@ -15,7 +15,7 @@ import torch
 from surefoot import Run
 from surefoot.contract.events import Evaluated
 from surefoot.core.errors import TaskError
-from surefoot.train.run import run_steps
+from surefoot.train.run import drive
 from tests.train.small import Small, records, spec
 
 
@@ -64,7 +64,7 @@ REFUSED = {
 @pytest.mark.parametrize("kind", NUMBERS)
 def test_one_number_of_any_type_is_recorded_and_read_back(kind: str, tmp_path: Path) -> None:
     with Run(spec(2), Measured(Given(NUMBERS[kind])), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     (evaluated,) = [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
     assert evaluated.metrics["own"] == {"a bool": 1.0, "nothing": None}.get(kind, 3.0)
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from surefoot import Loss, Run
 from surefoot.components.data.sources.arrays import Arrays
-from surefoot.train.run import run_steps
+from surefoot.train.run import drive
 from tests.train.small import spec
 
 
@@ -136,6 +136,6 @@ def test_how_often_a_run_is_evaluated_does_not_change_what_it_learns(
             folder=tmp_path / every[:4],
             quiet=True,
         ) as run:
-            run_steps(run)
+            drive(run)
             weights.append([each.detach().clone() for each in run.model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*weights, strict=True))

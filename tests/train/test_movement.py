@@ -13,7 +13,7 @@ import pytest
 from surefoot import Run
 from surefoot.contract.events import Committed, Evaluated
 from surefoot.core.errors import SpecError
-from surefoot.train.run import run_steps
+from surefoot.train.run import drive
 from tests.train.small import Small, faults_of, records, spec
 
 
@@ -43,7 +43,7 @@ def test_weights_that_have_not_moved_are_said(
         folder=tmp_path / "a",
         quiet=True,
     ) as run:
-        run_steps(run)
+        drive(run)
     assert kinds_of(tmp_path / "a") == ["no-movement"]
     said = capsys.readouterr().err
     assert "no weight changed in steps 1 to 4" in said
@@ -65,7 +65,7 @@ def test_rhythms_may_be_shares_of_the_run(tmp_path: Path) -> None:
         "schedule": {"warmup": "10 %"},
     }
     with Run(spec(8, **shares), Small(), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     found = records(tmp_path / "a")
     assert [event.step for event in found if isinstance(event, Evaluated)] == [2, 4, 6, 8]
     assert {4, 8} <= {event.step for event in found if isinstance(event, Committed)}
@@ -81,7 +81,7 @@ def test_a_share_of_a_run_whose_length_is_a_time_is_a_time(tmp_path: Path) -> No
         train={"length": "2 s"}, evaluate={"every": "1 %"}, schedule={"name": "constant"}
     )
     with Run(timed, Small(), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     assert sum(isinstance(event, Evaluated) for event in records(tmp_path / "a")) > 1
     warm = timed.replace(schedule={"name": "constant", "warmup": "5 %"})
     with (

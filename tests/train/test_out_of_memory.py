@@ -24,7 +24,7 @@ from surefoot.core.errors import OutOfMemory, SpecError, TaskError
 from surefoot.train.assemble import assemble
 from surefoot.train.failure import account
 from surefoot.train.resume.start import Start
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.short import Greedy
 from tests.train.small import Small, end_of, faults_of, records, spec
 from tests.train.test_resume import bits, train
@@ -84,7 +84,7 @@ def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(
     began = tables(**task)
     began["train"]["microbatch"] = 8
     with Run(RunSpec(**began), folder=tmp_path / "began", quiet=True) as run:
-        run_steps(run)
+        drive(run)
         assert told["digests"] == run.state_digests()
     checksums = [
         [(row.step, row.checksum) for row in ledger.read(tmp_path / name)]
@@ -163,7 +163,7 @@ def test_an_update_that_broke_off_is_not_gone_on_from(tmp_path: Path) -> None:
         ) as raised,
         Run(RunSpec(**given), Greedy(moves=True), folder=tmp_path / "run", quiet=True) as run,
     ):
-        run_steps(run)
+        drive(run)
     assert raised.value.message.startswith("step 1: out of memory in the update")
     assert [event.kind for event in records(tmp_path / "run")] == ["started", "ended"]
 
@@ -174,7 +174,7 @@ def test_an_evaluation_that_runs_out_of_memory_says_so(tmp_path: Path) -> None:
         pytest.raises(OutOfMemory, match="evaluation after step 1: ") as raised,
         Run(RunSpec(**given), Greedy(evaluates=True), folder=tmp_path / "run", quiet=True) as run,
     ):
-        run_steps(run)
+        drive(run)
     assert "evaluate.batch" in str(raised.value.hint)
 
 
@@ -206,7 +206,7 @@ def test_a_gpu_that_is_full_is_told_with_what_its_allocator_holds(tmp_path: Path
     torch.cuda.set_per_process_memory_fraction((2 << 30) / torch.cuda.mem_get_info()[1])
     try:
         with Run(RunSpec(**given), folder=tmp_path / "run", quiet=True) as run:
-            run_steps(run)
+            drive(run)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert [event.fault for event in faults_of(tmp_path / "run")] == ["memory"]

@@ -13,7 +13,7 @@ from surefoot.contract.events import Memory
 from surefoot.contract.spec import RunSpec
 from surefoot.prove.memory import predict
 from surefoot.train.record import peak
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import Small, records, spec
 
 MAX_ERROR = 0.03
@@ -31,7 +31,7 @@ def test_by_step_3_the_predicted_peak_stands_beside_the_measured_one_and_no_numb
     for name, memory in (("plain", {}), ("told", {"predict": True})):
         with Run(stated.replace(memory=memory), folder=tmp_path / name, quiet=True) as run:
             np.random.rand(3)  # noqa: NPY002 - the stream is no longer where the seed puts it
-            run_steps(run)
+            drive(run)
             digests[name] = run.state_digests()
     assert digests["plain"] == digests["told"]
     (told,) = [event for event in records(tmp_path / "told") if isinstance(event, Memory)]
@@ -62,7 +62,7 @@ def test_what_cannot_be_predicted_is_said_and_measured_all_the_same(
             return super().loss(output, batch)  # type: ignore[arg-type]
 
     with Run(spec(3, memory={"predict": True}), Numbers(), folder=tmp_path / "run") as run:
-        run_steps(run)
+        drive(run)
     assert (
         "the peak memory of a step is not predicted: the memory of this task cannot be predicted"
         in capsys.readouterr().err

@@ -11,7 +11,7 @@ import pytest
 from surefoot import Run
 from surefoot.components.metrics import Mean
 from surefoot.contract.events import Evaluated
-from surefoot.train.run import run_steps
+from surefoot.train.run import drive
 from tests.train.small import Small, records, spec
 
 SCORES = {"nan": Mean(math.nan, 1.0), "infinite": Mean(math.inf, 1.0), "of nothing": Mean(0.0, 0.0)}
@@ -37,7 +37,7 @@ def test_patience_ends_a_run_whose_score_is_never_a_number(kind: str, tmp_path: 
         quiet=True,
     ) as run:
         task.is_training = True
-        run_steps(run)
+        drive(run)
     evaluated = [event for event in records(tmp_path / "a") if isinstance(event, Evaluated)]
     assert len(evaluated) == 3
     assert not any(event.best for event in evaluated)

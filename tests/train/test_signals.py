@@ -18,7 +18,7 @@ from torch import nn
 from surefoot.contract import commits, manifest
 from surefoot.contract.events import Committed, Evaluated
 from surefoot.core.place import child_environment
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.train.small import Small, end_of, records, spec, write_task
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR2: 140, signal.SIGXCPU: 152}
@@ -255,5 +255,5 @@ def test_a_signal_while_the_program_is_imported_has_its_code_and_no_traceback(
 
 def test_a_run_driven_to_its_end_is_not_disturbed_by_listening(tmp_path: Path) -> None:
     with Run(spec(8), Small(), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     assert run.exit_code == 0

@@ -26,7 +26,7 @@ from surefoot.control.diagnose import find_goodput, find_phases
 from surefoot.control.diagnose.attempts import PARTS
 from surefoot.core.units import format_throughput
 from surefoot.train.resume.slow_save import SaveRhythm
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.control.test_attempts import ended, started, steps
 from tests.train.small import Small, call, records, spec
 
@@ -63,7 +63,7 @@ def train(
 ) -> Run:
     how = spec(length, checkpoint={"every": every, "background": background})
     with Run(how, task or Small(), folder=folder, quiet=True) as run:
-        run_steps(run)
+        drive(run)
     return run
 
 
@@ -141,7 +141,7 @@ def test_the_throughput_of_a_run_that_was_resumed_is_that_of_all_its_attempts(
         for report in run.steps():
             report.step // (report.step - 7)
     with Run(how, Pairs(), folder=tmp_path / "a", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     found = past.read(run.folder)
     assert found.num_attempts == 2
     assert (

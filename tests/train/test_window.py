@@ -15,7 +15,7 @@ from surefoot.components.data.consumed import check
 from surefoot.components.data.tars.source import Tars
 from surefoot.contract import ledger
 from surefoot.core.errors import SpecError
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.components.test_bad_records import Photos, spec
 from tests.components.test_index import write_tar
 from tests.components.test_tars import image
@@ -87,7 +87,7 @@ def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(
             if report.step == 7:
                 raise KeyboardInterrupt
     with Run(stated, task, folder=tmp_path / "cut", quiet=True) as run:
-        run_steps(run)
+        drive(run)
         assert run.state_digests() == digests
     assert check(tmp_path / "cut").holds
     plan = ledger.read_plan(tmp_path / "cut")
@@ -101,7 +101,7 @@ def test_a_source_is_told_which_shards_come_next(
     monkeypatch.setattr(Tars, "expect", lambda self, chunks: told.append(chunks))
     stated = spec(train={"length": "2 epochs", "batch": BATCH}, data={"window": 2})
     with Run(stated, make(tmp_path), folder=tmp_path / "run", quiet=True) as run:
-        run_steps(run)
+        drive(run)
     assert len(told) == 2
     for chunks in told:
         assert sorted(chunks[:, 0].tolist()) == list(range(0, 67, EACH))

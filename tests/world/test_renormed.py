@@ -17,7 +17,7 @@ from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core import place
-from surefoot.train.run import Run, run_steps
+from surefoot.train.run import Run, drive
 from tests.world.ranks import run_ranks
 
 TABLES = {
@@ -62,7 +62,7 @@ def train(folder: Path, kind: str, num_ranks: int, **layout: Any) -> Any:
 
     def job(rank: int) -> Any:
         with Run(spec, Renormed(kind), folder=folder, quiet=True) as run:
-            run_steps(run)
+            drive(run)
             return [each.detach().tolist() for each in run.model.parameters()]
 
     found = run_ranks(num_ranks, job, folder.with_suffix(".ranks")) if num_ranks > 1 else [job(0)]

@@ -185,10 +185,10 @@ def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> Non
 def finish(attempt: Run, *, json: bool) -> int:
     """Train a run to its end and print how it ended; return the exit code."""
     from surefoot.core import flight, place
-    from surefoot.train.run import run_steps
+    from surefoot.train.run import drive
 
     with attempt:
-        run_steps(attempt)
+        drive(attempt)
     if not attempt.group.is_first or (
         attempt.outcome == "interrupted" and flight.is_recalled(place.flight_file())
     ):
