@@ -85,9 +85,9 @@ def test_settings_caches_and_the_folder_of_the_data_are_no_content() -> None:
 
 def test_a_large_list_takes_no_longer_than_a_batch() -> None:
     rows = [{"text": "word " * 400, "ids": list(range(100))} for _ in range(20_000)]
-    started_s = time.perf_counter()
+    started_s = time.process_time()
     digest_of_content(Held(rows))
-    assert time.perf_counter() - started_s < 0.5
+    assert time.process_time() - started_s < 0.5  # of this process alone, whatever else runs
 
 
 def test_a_list_that_changes_between_two_attempts_of_a_loop_is_reported(
