@@ -34,10 +34,12 @@ def preserve_state(
     place.
     """
     modes = [(module, module.training) for module in model.modules()]
+    registered = [(module, dict(module._buffers)) for module in model.modules()]
     buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
+        (name, buffer, buffer.detach().clone())
+        for _, held_there in registered
+        for name, buffer in held_there.items()
+        if buffer is not None
     ]
     attributes = AttributeSnapshot(model)
     cpu_state, python_state = torch.get_rng_state(), random.getstate()
@@ -59,11 +61,12 @@ def preserve_state(
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
-            for module, name, buffer, kept in buffers:
+            for name, buffer, kept in buffers:
                 checkpoint.fill(name, buffer, kept)
-                # a module may have put another tensor in its place
-                if getattr(module, name) is not buffer:
-                    setattr(module, name, buffer)
+            for module, held_there in registered:
+                # a module may have put another tensor in the place of one, or of None
+                module._buffers.clear()
+                module._buffers.update(held_there)
             for weight, kept in renormed:
                 weight.copy_(kept)
         attributes.put_back()

@@ -220,3 +220,28 @@ def test_a_buffer_of_another_shape_that_never_changed_is_still_refused(tmp_path:
     Table.size = 5
     with pytest.raises(RunFolderError, match="of a different shape: table"):
         follow(Table, tmp_path / "run")
+
+
+class CountingFromNone(nn.Linear):
+    """Counts its forward passes in a buffer that is None before the first."""
+
+    count: Any
+
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+        self.register_buffer("count", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = torch.ones(()) if self.count is None else self.count + 1
+        return super().forward(x)
+
+
+def test_the_checks_before_a_run_leave_a_buffer_none(tmp_path: Path) -> None:
+    class Counted(Small):
+        def model(self) -> nn.Module:
+            return CountingFromNone()
+
+    with surefoot.Run(spec(3), Counted(), folder=tmp_path / "run", quiet=True) as run:
+        assert run.model.count is None
+        steps = len(list(run.steps()))
+        assert run.model.count == steps == 3
