@@ -80,8 +80,8 @@ def test_the_update_is_torchaos_own_bit_for_bit_in_whole_and_in_pieces(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with torchao("this test"):
-        from torchao.optim import Adam8bit, AdamW8bit
-    kind = AdamW8bit if name == "adamw" else Adam8bit
+        from torchao import optim as of_torchao
+    kind = of_torchao.AdamW8bit if name == "adamw" else of_torchao.Adam8bit
     for piece in (1 << 18, 1024):
         monkeypatch.setattr(eight_bits, "PIECE", piece)
         ours, theirs = network(), network()

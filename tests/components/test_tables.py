@@ -196,7 +196,7 @@ def test_what_is_no_table_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="needs a file and a column"):
         Table(tmp_path / "a.parquet")
     pq.write_table(pa.table({"label": ["a"]}), tmp_path / "c.parquet")
-    with pytest.raises(DataError, match=r"c\.parquet has label string, .*a\.parquet label int32"):
+    with pytest.raises(DataError, match=r"c\.parquet has label string, .*has label int32"):
         Table([tmp_path / "a.parquet", tmp_path / "c.parquet"], x="label")
     pq.write_table(pa.table({"label": pa.array([], pa.int32())}), tmp_path / "d.parquet")
     with pytest.raises(DataError, match="contain no rows"):

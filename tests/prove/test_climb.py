@@ -270,7 +270,7 @@ def test_a_rung_over_one_that_rounds_is_held_to_its_format_and_over_another_algo
     assert (climb._ground, climb._describe_baseline, climb._tensors) == (
         climb.below,
         "the rung half",
-        None,
+        {},
     )
 
 

@@ -213,12 +213,15 @@ def test_a_window_of_no_time_has_no_rate() -> None:
     assert summary.items_per_s == summary.samples_per_s
 
 
-@pytest.mark.parametrize(("quiet", "told"), [(False, "test 30/60 samples\n"), (True, "")])
+@pytest.mark.parametrize(
+    ("quiet", "told"), [(False, "test 30/60 samples\ntest 60/60 samples\n"), (True, "")]
+)
 def test_how_much_of_an_evaluation_is_done_is_told_unless_quiet(quiet: bool, told: str) -> None:
     stream = io.StringIO()
     console = Console(total_steps=None, unit="samples", quiet=quiet, stream=stream)
     console.reading("test", 30, 60)
-    console.reading("test", 60, 60)  # within the same seconds: not said again
+    console.reading("test", 45, 60)  # within the same seconds: not said again
+    console.reading("test", 60, 60)
     assert stream.getvalue() == told
 
 

@@ -144,7 +144,7 @@ def test_a_run_goes_from_four_ranks_to_two_to_three_to_one_and_back_to_the_numbe
     check_as_alone(run, golden, tmp_path / "alone/run", supervised.said)
     lines = [
         "slot 3 has failed 2 times in a row and is left out until 3 more checkpoints",
-        "anew, after step 2\n",
+        "all 3 ranks restart, after step 2\n",
         "slot 1 has failed 2 times in a row and is left out until 3 more checkpoints",
         ", at slots 0 and 2\n",
         "slot 3 will be tried again: all ranks save and end, to restart as 3",

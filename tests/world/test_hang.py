@@ -34,7 +34,7 @@ from tests.world.ranks import run_ranks
 from tests.world.test_launch import environment, processes_of
 from tests.world.test_run import Sentences, spec, train
 
-GENEROUS_S, STALL_S, PLANTED = 60.0, 1.0, 17  # the call of the loss, in the fifth step
+GENEROUS_S, STALL_S, PLANTED = 60.0, 1.0, 17  # the call of the loss, after the first steps
 CLONE_NEWNET = 0x40000000
 LOOP = loop.__file__  # the loop that takes the steps
 
@@ -116,7 +116,7 @@ PLANTS: dict[str, Callable[[Path], Any]] = {
 }
 NAMED = {  # what the verdict says of each kind
     "data": ("rank 1 of 2 has not come: rank 1 is in step ", "test_hang.py:", "in <lambda>"),
-    "computes": ("rank 1 of 2 has not come: rank 1 is in step 5, microbatch ", "in compute"),
+    "computes": ("rank 1 of 2 has not come: rank 1 is in step ", ", microbatch ", "in compute"),
     "disk": (
         "rank 1 of 2 has not come",
         "it waits for a disk or a file (openat of ",
