@@ -172,7 +172,7 @@ class Metric(Protocol):
 
 
 class Task(Protocol):
-    """Protocol of a task: the four methods that it must have. `Resolved` lists the optional ones.
+    """Protocol of a task: its four required methods. `ResolvedTask` lists the optional ones.
 
     A task with `updates(model)` needs no `loss` for training; its `forward` is used in evaluation
     and prediction.

@@ -123,7 +123,7 @@ class Adam8bit(ByGroup):
         decoupled: True for AdamW; False for Adam, which adds decay * w to the gradient.
 
     Raises:
-        SpecError: For parameters that `why_not` does not accept.
+        SpecError: For parameters that `reason_unsupported` does not accept.
     """
 
     def __init__(
