@@ -29,7 +29,8 @@ TIMED_IN_RUN, TIMED_IN_COMMIT = (
 TIMED_PREFIXES = ("events.out.tfevents",)
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin")
 # random streams that a script does not seed differ between processes; their effects are compared
-RANDOM = {"random", "pass_random"}
+RANDOM = {"random", "pass_random", "last_random"}
+TIMES = {"training_s"}
 
 
 def list_files(folder: Path) -> list[str]:
@@ -131,7 +132,7 @@ def _contents(path: Path) -> Mapping[str, Any] | None:
     Return None for a file of a different kind, or one that holds more than can be read.
     """
     if path.name == "state.json" and _is_commit(path.parent):
-        return {"": _without_random(manifest.parse_json(path.read_bytes(), path))}
+        return {"": _comparable(manifest.parse_json(path.read_bytes(), path))}
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
@@ -145,9 +146,9 @@ def _contents(path: Path) -> Mapping[str, Any] | None:
     return None
 
 
-def _without_random(tree: Any) -> Any:
+def _comparable(tree: Any) -> Any:
     return (
-        {key: _without_random(value) for key, value in tree.items() if key not in RANDOM}
+        {key: _comparable(value) for key, value in tree.items() if key not in RANDOM | TIMES}
         if isinstance(tree, dict)
         else tree
     )

@@ -133,7 +133,7 @@ class Cifar10:
         if self.translate:
             images = translate(
                 images,
-                keys.integers(0, 2 * self.translate + 1, 2).to(images.device),
+                keys.integers(0, 2 * self.translate + 1, 2),
                 self.translate,
             )
         # alternating flip (Jordan 2024): drawn once a sample, then exchanged each epoch: two epochs

@@ -83,7 +83,7 @@ class Digits:
         The border is filled with blank pixels.
         """
         images, labels = batch
-        moves = (keys.uniform(2) * 2.0 - 1.0).to(images.device) * self.shift
+        moves = (keys.uniform(2) * 2.0 - 1.0) * self.shift
         return _move(images, moves), labels
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

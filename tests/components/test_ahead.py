@@ -54,7 +54,7 @@ def test_each_step_has_its_own_batch_on_the_device_to_the_last(kind: str) -> Non
 @CUDA
 @pytest.mark.gpu
 def test_a_copy_overlaps_with_what_the_device_computes() -> None:
-    large = torch.ones(64 << 20)
+    large = torch.ones(64 << 20).pin_memory()  # else the host's copy takes most of the time
     ahead, rounds = Ahead(torch.device("cuda")), 8
     work = torch.randn(4096, 4096, device="cuda")
 

@@ -127,7 +127,8 @@ def test_a_gpu_trains_as_without_it_and_goes_on_without_it(what: str, tmp_path: 
                 memory={"offload": memory},
                 train={"batch": 4, "length": "8 steps", "device": "cuda"},
             )
-            with Run(stated, Small(norm=True), folder=tmp_path / name, quiet=True) as run:
+            # no BatchNorm: the gradient of a bias before it is rounding noise, scaled up by Adam
+            with Run(stated, Small(), folder=tmp_path / name, quiet=True) as run:
                 if length == 8:
                     drive(run)
                 else:

@@ -141,6 +141,12 @@ def test_augmentation_draws_depend_on_the_sample_and_not_on_its_neighbours() -> 
     assert not torch.equal(whole, Keys(1, 2, ids).uniform(5, stream=1))
 
 
+def test_draws_are_on_the_device_of_the_batch() -> None:
+    keys = Keys(1, 2, np.array([3, 9]), torch.device("meta"))
+    drawn = (keys.uniform(2), keys.integers(0, 3), keys.normal())
+    assert [each.device.type for each in drawn] == ["meta"] * 3
+
+
 def test_normal_draws_of_a_sample_are_its_own_and_follow_the_standard_normal_distribution() -> None:
     ids = np.arange(20_000)
     draws = Keys(1, 0, ids).normal(2)

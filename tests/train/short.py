@@ -37,7 +37,7 @@ class Wide(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        torch.ones(len(grad) * ctx.mib * MIB // 4)
+        torch.ones(len(grad) * ctx.mib * MIB // 4, device=grad.device)
         return grad, None
 
 

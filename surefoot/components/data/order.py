@@ -18,6 +18,7 @@ import torch
 from surefoot.core.errors import DataError
 
 LARGEST = 2**40
+CPU = torch.device("cpu")
 ROUNDS = 6
 MAX_TABLE = 8192
 FEW = 6  # up to this many are walked one by one: numpy calls on an array would take longer
@@ -121,11 +122,13 @@ class Keys:
         seed: Seed of the run.
         epoch: Number of the epoch, from 0.
         ids: Numbers of the samples in the batch, (B,) int64.
+        device: Device of the draws: that of the batch. The numbers are the same on each.
     """
 
     seed: int
     epoch: int
     ids: np.ndarray
+    device: torch.device = CPU
 
     def _bits(self, draws: int, stream: int) -> np.ndarray:
         base = _mix_array(
@@ -142,7 +145,7 @@ class Keys:
         """
         return torch.from_numpy(
             (self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-        )
+        ).to(self.device)
 
     def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return integers in [low, high), int64, shape (batch, draws).
@@ -150,7 +153,7 @@ class Keys:
         The bias is under (high - low) / 2**32.
         """
         wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
-        return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low)
+        return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low).to(self.device)
 
     def normal(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return standard normal numbers, float32, shape (batch, draws).
@@ -159,7 +162,7 @@ class Keys:
         """
         uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         found: torch.Tensor = torch.special.ndtri(torch.from_numpy(uniform)).float()
-        return found
+        return found.to(self.device)
 
 
 def check_ids(ids: np.ndarray, length: int) -> None:

@@ -155,7 +155,7 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
     augment, model = assembly.task.augment, assembly.model
     batch = to_device(assembly.feed.source.read(ids), assembly.engine.device)
     if augment is not None:
-        batch = augment(batch, Keys(assembly.spec.train.seed, draw, ids))
+        batch = augment(batch, Keys(assembly.spec.train.seed, draw, ids, assembly.engine.device))
     update = assembly.updates[0]
     params = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
     with preserve_state(model, assembly.task.state, evaluates=False), torch.enable_grad():

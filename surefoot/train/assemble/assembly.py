@@ -83,11 +83,9 @@ class Assembly:
             read_sound(source, ids) if skips else ReadResult(look(source, epoch, ids.copy(), seed))
         )
         batch = to_device(found.whole, self.engine.device)
-        return (
-            batch
-            if augment is None
-            else augment(batch, Keys(self.spec.train.seed, epoch, found.readable_ids(ids)))
-        )
+        if augment is None:
+            return batch
+        return augment(batch, Keys(seed, epoch, found.readable_ids(ids), self.engine.device))
 
     def reading(self, tell: Callable[[LoaderNotice], None]) -> Reading:
         """Return the function with which an evaluation reads batches, with the loader's workers."""

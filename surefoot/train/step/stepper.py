@@ -261,7 +261,8 @@ class Stepper:
             batches = self._ahead.take(taken, peek)
             self.clock.switch(DATA)
         if self._augments and self._task.augment is not None:
-            draws = [Keys(self._seed, taken.window.epoch, ids) for ids in taken.ids]
+            epoch = taken.window.epoch
+            draws = [Keys(self._seed, epoch, ids, self._device) for ids in taken.ids]
             batches = [
                 self._task.augment(batch, keys) for batch, keys in zip(batches, draws, strict=True)
             ]
