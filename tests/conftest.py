@@ -105,6 +105,23 @@ def wikitext2_folder() -> Path:
 
 
 @pytest.fixture(autouse=True)
+def on_the_cpu(
+    request: pytest.FixtureRequest,
+    leaves_nothing_behind: None,  # which looks after the variable is as before
+) -> Iterator[None]:
+    """Unless it is marked as a GPU test, a test and what it starts see no GPU, as most machines."""
+    import torch
+
+    if request.node.get_closest_marker("gpu") or not torch.cuda.is_available():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes; this one has read it
+        yield
+
+
+@pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """A test fails that leaves something changed; the next starts clean.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
+from surefoot.components.checkpoint.random import cuda_states
 from surefoot.components.parallel.renormed import find_renormed
 from surefoot.core.errors import TaskError
 from surefoot.core.units import name_some
@@ -44,7 +45,7 @@ def preserve_state(
     attributes = AttributeSnapshot(model)
     cpu_state, python_state = torch.get_rng_state(), random.getstate()
     numpy_state = np.random.get_state()  # noqa: NPY002 - the user's stream
-    cuda_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    on_devices = cuda_states()
     held = [
         (name, value, _copy_of(name, value))
         for name, value in (state() if state is not None else {}).items()
@@ -75,7 +76,7 @@ def preserve_state(
         torch.set_rng_state(cpu_state)
         random.setstate(python_state)
         np.random.set_state(numpy_state)  # noqa: NPY002
-        for index, cuda_state in enumerate(cuda_states):
+        for index, cuda_state in enumerate(on_devices):
             torch.cuda.set_rng_state(cuda_state, index)
 
 
@@ -101,8 +102,8 @@ def set_modes(model: nn.Module) -> list[str]:
 def read_streams() -> tuple[Any, ...]:
     """Return the states of the global random streams (torch, NumPy, Python) for a comparison."""
     name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
-    on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    of_torch = [each.numpy().tobytes() for each in (torch.get_rng_state(), *on_devices)]
+    states = torch.get_rng_state(), *cuda_states()
+    of_torch = [each.numpy().tobytes() for each in states]
     return of_torch, name, np.asarray(numbers).tobytes(), place, random.getstate()
 
 

@@ -297,7 +297,8 @@ def test_a_loss_is_diverged_when_it_stays_out_of_all_proportion(
 
 
 class Counting(nn.Module):
-    """Buffers changed in place, replaced, constant, of whole numbers, and no tensor yet."""
+    """Buffers changed in place, replaced, constant, of whole numbers, filled, grown and cast in the
+    pass, resized in place, and no tensor yet."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -307,12 +308,21 @@ class Counting(nn.Module):
         self.register_buffer("constant", torch.ones(2))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("absent", None)
+        self.register_buffer("filled", None)
+        self.register_buffer("grown", torch.zeros(0, 4))
+        self.register_buffer("cast", torch.zeros(2))
+        self.register_buffer("resized", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.get_buffer("in_place").add_(x.detach().mean())
             self.replaced = self.replaced + x.detach().mean()
             self.get_buffer("steps").add_(1)
+            mean = x.detach().mean(0)
+            self.filled = mean if self.filled is None else self.filled + mean
+            self.grown = torch.cat([self.grown, mean[None]])
+            self.cast = self.cast.double() + mean[0]
+            self.get_buffer("resized").resize_(len(self.grown)).fill_(mean[0])
         output: Tensor = self.linear(x)
         return output
 

@@ -5,6 +5,7 @@ The numbers of deciding on the host, and no wait.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from surefoot.components.data.feed import Feed
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.build import build as build_optimizer
 from surefoot.components.optim.groups import find_trained
+from surefoot.components.optim.kinds.muon import FlatMuon
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
@@ -177,3 +179,33 @@ def test_a_schedule_that_is_not_finite_is_refused_where_it_is_read_beforehand() 
         GuardedUpdate(
             [made], curve=lambda step: math.inf if step == 3 else 1.0, total_steps=5, on_device=True
         )
+
+
+@pytest.mark.parametrize("added", ["adamw", "muon"])
+def test_an_optimizer_that_is_added_later_updates_on_the_device_or_the_host_decides(
+    added: str,
+) -> None:
+    """FlatMuon has no update that decides on the device."""
+    torch.manual_seed(0)
+    model, found = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), []
+    for on_device in (True, False):
+        own = copy.deepcopy(model)
+        first = torch.optim.AdamW(own[1].parameters(), lr=0.1, fused=True)
+        guarded = GuardedUpdate([first], curve=curve, total_steps=6, on_device=on_device)
+        weights = [own[0].weight]
+        for step in range(6):
+            if step == 2:
+                late = (
+                    torch.optim.AdamW(weights, lr=0.1, fused=True)
+                    if added == "adamw"
+                    else FlatMuon(weights, lr=0.1)
+                )
+                guarded.extend([late])
+                assert guarded.on_device is (on_device and added == "adamw")
+            guarded.clear_gradients()
+            own(torch.ones(2, 3)).square().sum().backward()
+            guarded.step_if_finite(torch.tensor(0.5) if guarded.on_device else 0.5)
+            assert guarded.applied_steps == step + 1
+        found.append((list(own.parameters()), guarded.rates))
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.equal(found[0][0][0], model[0].weight)  # type: ignore[arg-type]

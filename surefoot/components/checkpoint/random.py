@@ -10,11 +10,17 @@ import numpy as np
 import torch
 
 
+def cuda_states() -> list[torch.Tensor]:
+    """Return the random state of each GPU; none in a process that has not used CUDA, which asking
+    would initialize."""
+    is_used: Any = torch.cuda.is_initialized
+    return torch.cuda.get_rng_state_all() if is_used() else []
+
+
 def random_states() -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {
         "torch": torch.get_rng_state(),
-        "cuda": cuda,
+        "cuda": cuda_states(),
         "numpy": np.random.get_state(),  # noqa: NPY002
         "python": random.getstate(),
     }

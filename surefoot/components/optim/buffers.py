@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from surefoot.components.optim.fused import copy_tensors
-from surefoot.runtime.attributes.snapshot import AttributeSnapshot
+from surefoot.runtime.attributes.snapshot import (
+    AttributeSnapshot,
+    is_changed,
+    lie_alike,
+    restore_value,
+)
 
 Slot = tuple[nn.Module, str]
 
@@ -21,14 +28,11 @@ class LiveBuffers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [
-            (module, name)
-            for module in model.modules()
-            for name, _ in module.named_buffers(recurse=False)
-        ]
-        self._moving: list[Slot] = []  # buffers that the module replaces by another tensor
-        self._held: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._slots = [(module, name) for module in model.modules() for name in module._buffers]
+        # buffers that a pass replaces by another tensor, fills or drops, or that are sparse
+        self._moving: list[Slot] = []
+        self._held: list[Tensor | None] = []
+        self._copies: list[Tensor | None] = [None] * len(self._slots)
         # copies and originals by dtype: one kernel for all of one dtype
         self._kinds: list[tuple[list[Tensor], list[Tensor]]] = []
         self._is_settled = not self._slots
@@ -40,12 +44,8 @@ class LiveBuffers:
         """Copy the buffers and attributes; called before each step."""
         if self._attribute_slots != []:  # empty for most models
             self._keep_attributes()
-        if not self._is_settled:
-            # a pass may have dropped one
-            self._slots = [slot for slot in self._slots if getattr(*slot) is not None]
-            self._copies = [getattr(module, name).detach().clone() for module, name in self._slots]
         if not self._is_settled or self._moving:
-            self._hold([getattr(module, name) for module, name in self._slots])
+            self._hold([getattr(*slot) for slot in self._slots])
         for copies, held in self._kinds:
             copy_tensors(copies, held)
 
@@ -71,45 +71,56 @@ class LiveBuffers:
         live = [
             (slot, held, copy)
             for slot, held, copy in every
-            if getattr(*slot) is not None
-            and (getattr(*slot) is not held or not torch.equal(copy, held))
+            if getattr(*slot) is not held or is_changed(held, copy)
         ]
         self._slots = [slot for slot, _, _ in live]
         self._copies = [copy for _, _, copy in live]
         self._hold([held for _, held, _ in live])
-        self._moving = [slot for slot, held, _ in live if getattr(*slot) is not held]
+        self._moving = [
+            slot
+            for slot, held, copy in live
+            if getattr(*slot) is not held or not lie_alike(held, copy)
+        ]
         self._is_settled = True
 
-    def _hold(self, held: list[Tensor]) -> None:
+    def _hold(self, held: list[Tensor | None]) -> None:
+        """Hold these tensors, each with a copy of its form; the copies of dense ones are filled by
+        `keep`."""
         self._held = held
+        self._copies = [
+            each if each is None else copy if lie_alike(each, copy) else each.detach().clone()
+            for each, copy in zip(held, self._copies, strict=True)
+        ]
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for copy, original in zip(self._copies, held, strict=True):
-            copies, originals = kinds.setdefault(original.dtype, ([], []))
-            copies.append(copy)
-            originals.append(original)
+            if original is not None and copy is not None and lie_alike(original, copy):
+                copies, originals = kinds.setdefault(original.dtype, ([], []))
+                copies.append(copy)
+                originals.append(original)
         self._kinds = list(kinds.values())
 
     @torch.no_grad()
     def restore_unless(self, applied: bool | Tensor) -> None:
         """Restore what `keep` copied, unless the step was `applied`; with a tensor, the choice is
-        made on the device."""
+        made on the device, as far as only values of tensors have changed."""
         self._settle_attributes()
         if not self._is_settled:
             self._drop_unchanged()
-        if isinstance(applied, Tensor):
+        now: list[Any] = [getattr(*slot) for slot in self._slots]
+        copies: list[Any] = self._copies
+        if isinstance(applied, Tensor) and all(map(lie_alike, now, copies)):
             if self._attributes is not None:
                 self._attributes.restore_unless(applied)
-            for (module, name), copy in zip(self._slots, self._copies, strict=True):
-                tensor = getattr(module, name)
+            for tensor, copy in zip(now, copies, strict=True):
                 tensor.copy_(torch.where(applied, tensor, copy))
-        elif not applied:
+        elif not applied:  # the host waits where a buffer has another form than before
             self.restore()
 
     @torch.no_grad()
     def restore(self) -> None:
         """Restore what `keep` copied, even in the middle of a step."""
         for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
-            tensor.copy_(copy)
+            restore_value(tensor, copy)
             if getattr(module, name) is not tensor:
                 setattr(module, name, tensor)
         if self._attributes is not None:

@@ -53,6 +53,16 @@ def check_shaped(model: nn.Module) -> None:
         )
 
 
+def check_has_values(model: nn.Module) -> None:
+    """Raise TaskError for a parameter or buffer on the meta device, which cannot be moved."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise TaskError(
+                f"{name} is a tensor on the meta device, which has no values to train or save",
+                hint='create it on a device: "cpu", "cuda"',
+            )
+
+
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """Freeze every parameter whose name matches a pattern (shell style, `blocks.0.*`); return the
     names.

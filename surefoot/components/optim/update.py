@@ -69,7 +69,7 @@ class GuardedUpdate:
     ) -> None:
         _check_limits(clip, clip_value)
         self.optimizers = list(optimizers)
-        self.applied_steps = 0
+        self._num_applied, self.on_device = 0, False
         # replaced where ranks hold parts of the gradients
         self.join_norm: Callable[[Tensor], Tensor] = lambda norm: norm
         self._clip, self._clip_value = clip, clip_value
@@ -124,6 +124,8 @@ class GuardedUpdate:
             (), device=device, dtype=torch.float64 if is_wide else torch.float32
         )
         self._rates = [torch.zeros((), dtype=torch.float64, device=device) for _ in self._groups]
+        if self.on_device and not all(self._fused):  # one of them was added later
+            self._num_applied, self.on_device = int(self._applied), False
 
     def _follow_optimizers(self) -> None:
         """Read the optimizers again where other code has changed their groups, lists or states."""
@@ -141,6 +143,18 @@ class GuardedUpdate:
             self._taken[number] = OptimizerSnapshot.of(optimizer, taken.fused)
 
     @property
+    def applied_steps(self) -> int:
+        """Number of updates that were applied; on an asynchronous device, the host waits for it."""
+        return int(self._applied) if self.on_device else self._num_applied
+
+    @applied_steps.setter
+    def applied_steps(self, number: int) -> None:
+        if self.on_device:
+            self._applied.fill_(number)
+        else:
+            self._num_applied = number
+
+    @property
     def groups(self) -> list[dict[str, Any]]:
         """The current parameter groups of all optimizers."""
         self._follow_optimizers()
@@ -153,16 +167,8 @@ class GuardedUpdate:
         return self._parameters
 
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
-        """Apply these optimizers too from the next update on. Raises SpecError for one that cannot
-        decide on the device."""
-        if self.on_device and not all(fused_groups_of(each) for each in optimizers):
-            raise SpecError(
-                (
-                    f"{type(optimizers[0]).__name__} has no fused update, but the other "
-                    "optimizers have one"
-                ),
-                hint="use optimizers of one type",
-            )
+        """Apply these optimizers too from the next update on; the host decides whether to apply
+        it if one of them cannot decide on the device."""
         self.optimizers += optimizers
         self._take_optimizers()
 
@@ -176,8 +182,6 @@ class GuardedUpdate:
         """Return the state for a checkpoint, by the parameters' `names` (id -> name); tensors are
         not copied."""
         self._follow_optimizers()
-        if self.on_device:
-            self.applied_steps = int(self._applied)
         made = [
             saving.state_of(each, held, names)
             for each, held in zip(self.optimizers, self._held, strict=True)
@@ -199,8 +203,6 @@ class GuardedUpdate:
             if fused.supports(optimizer):
                 saving.share_counters(optimizer)
         self.applied_steps = int(saved["applied_steps"])
-        if self.on_device:
-            self._applied.fill_(self.applied_steps)
         self._take_optimizers()  # a fork may have switched the momentum on or off
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,8 +223,6 @@ class GuardedUpdate:
     @property
     def rates(self) -> list[float]:
         """The learning rate of each group at the next update."""
-        if self.on_device:
-            self.applied_steps = int(self._applied)  # host wait
         multiplier = self._curve(self.applied_steps)
         self._follow_optimizers()
         return [base * multiplier for base in self._learning_rates.read()]
@@ -395,7 +395,7 @@ class GuardedUpdate:
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
         self._follow_optimizers()
         rates = [multiplier * base for base in self._learning_rates.read()]
-        self._learning_rates.write([rate.float() for rate in rates])
+        self._learning_rates.write(rates)
         return rates
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
@@ -452,13 +452,13 @@ class GuardedUpdate:
             fused.clamp_gradients(grads, self._clip_value)
             grad_scale = torch.ones_like(grad_scale)
         multiplier = self._table[self._applied.clamp(max=len(self._table) - 1)]
-        rates = [(multiplier * base).float() for base in self._learning_rates.read()]
+        rates = [multiplier * base for base in self._learning_rates.read()]
         # for reports; the host reads them only when it reads the report
         self._learning_rates.write(rates)
         for each, rate in zip(
             (each for groups in self._fused for each in groups or ()), rates, strict=True
         ):
-            each.step(rate, grad_scale, found_inf)
+            each.step(rate.float(), grad_scale, found_inf)
         self._applied += finite
         return norm, finite
 

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
@@ -87,15 +87,18 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        on_device = torch.cuda.is_available()
-        begun, ended = (make_cuda_event(), make_cuda_event()) if on_device else (None, None)
-        if begun is not None:
-            begun.record()
+        # events of a GPU say nothing about an operator on the CPU beside it
+        is_used: Any = torch.cuda.is_initialized
+        events = (make_cuda_event(), make_cuda_event()) if is_used() else None
+        if events is not None:
+            events[0].record()
         started_s = time.perf_counter()
         out = func(*args, **kwargs)
         elapsed_s = time.perf_counter() - started_s
-        if ended is not None:
-            ended.record()
+        if events is not None and _is_on_cuda([out, *args]):
+            events[1].record()
+        else:
+            events = None
         call = count(func, args, kwargs, out)
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
@@ -115,9 +118,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tally.model_flops += call.model_flops if is_asked else 0
             tally.again_flops += call.model_flops if is_again else 0
             tally.num_bytes += call.num_bytes
-            tally.elapsed_s += elapsed_s if begun is None else 0.0
-        if begun is not None and ended is not None:
-            self._events.append((begun, ended, tallies))
+            tally.elapsed_s += elapsed_s if events is None else 0.0
+        if events is not None:
+            self._events.append((*events, tallies))
         return out
 
     def of(self, module: str = WHOLE) -> list[OperatorWork]:
@@ -151,3 +154,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sum(
             tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE
         )
+
+
+def _is_on_cuda(value: Any) -> bool:
+    """Return whether an argument or a result of an operator is or has a tensor on a GPU."""
+    if isinstance(value, list | tuple):
+        return any(map(_is_on_cuda, value))
+    return isinstance(value, Tensor) and value.is_cuda

@@ -20,6 +20,7 @@ from surefoot.runtime.attributes.values import (
     is_state,
     parts_of,
     rebuild,
+    sign,
 )
 
 
@@ -81,7 +82,7 @@ class AttributeSnapshot:
             return self._is_ours(now, value) and not (
                 copy is None and parts_of(value) is None and is_same(now, value)
             )
-        return _is_changed(value, copy)
+        return is_changed(value, copy)
 
     def _is_ours(self, now: Any, value: Any) -> bool:
         """Return whether an attribute is to be restored.
@@ -116,7 +117,7 @@ class AttributeSnapshot:
             _assign(slot, ABSENT)
         for slot, value, copy in list(self.restorable_attributes()):
             _assign(slot, value)
-            _restore(value, copy)
+            restore_value(value, copy)
 
     def lend(self) -> AbstractContextManager[None]:
         """Return a reusable context in which the attributes hold copies with the old values."""
@@ -126,16 +127,34 @@ class AttributeSnapshot:
     def restore_unless(self, applied: Tensor) -> None:
         """Restore the attributes if `applied` is false, decided on its device.
 
-        If shapes have changed, the host waits for the device. Plain values keep their current
-        values, since only the device knows `applied`.
+        The host waits for the device if more has changed than the values of tensors: a shape, a
+        number, an array, or which buffer an attribute refers to.
         """
         now = {slot: vars(slot[0]).get(slot[1], ABSENT) for slot, _, _ in self._held}
-        if not all(_has_same_structure(now[slot], value, copy) for slot, value, copy in self._held):
+        if not all(self._is_chosen(now[slot], value, copy) for slot, value, copy in self._held):
             if not bool(applied):
                 self.put_back()
             return
         for slot, _, copy in self._held:
             _assign(slot, _choose(applied, now[slot], copy))
+
+    def _is_chosen(self, now: Any, before: Any, copy: Any) -> bool:
+        """Return whether `_choose` restores a value: nothing but values of its tensors changed."""
+        if isinstance(now, Tensor) and isinstance(before, Tensor):
+            aliases = self.aliases
+            if aliases.is_alias(now) or aliases.is_alias(before):
+                return now is before or sign(now, aliases) == sign(before, aliases)
+            return lie_alike(now, copy)
+        parts = parts_of(now)
+        if parts is None or parts_of(before) is None:
+            if not self._is_ours(now, before):
+                return True
+            return not is_changed(before, copy) and (now is before or is_same(now, before))
+        held, kept = list(parts), copy or []
+        return [key for key, _ in held] == [key for key, _, _ in kept] and all(
+            self._is_chosen(part, old, of_part)
+            for (_, part), (_, old, of_part) in zip(held, kept, strict=True)
+        )
 
 
 class _RestoredAttributes(AbstractContextManager[None]):
@@ -171,7 +190,7 @@ def _copy_of_old_value(value: Any, copy: Any) -> Any:
     if copy is None:
         return value
     if isinstance(value, Tensor):
-        return value if value.requires_grad and not _is_changed(value, copy) else copy.clone()
+        return value if value.requires_grad and not is_changed(value, copy) else copy.clone()
     return (
         copy.copy()
         if isinstance(value, np.ndarray)
@@ -179,27 +198,13 @@ def _copy_of_old_value(value: Any, copy: Any) -> Any:
     )
 
 
-def _has_same_structure(now: Any, before: Any, copy: Any) -> bool:
-    """Return whether a value has the structure, tensor shapes and dtypes of the copied value."""
-    if isinstance(now, Tensor) != isinstance(before, Tensor):
-        return False
-    if isinstance(now, Tensor):
-        return copy is None or (now.shape, now.dtype, now.device) == (
-            copy.shape,
-            copy.dtype,
-            copy.device,
-        )
-    parts = parts_of(now)
-    if parts is None:
-        return True
-    held = list(parts)
+def lie_alike(now: Tensor | None, copy: Tensor | None) -> bool:
+    """Return whether a tensor is dense and has the shape, dtype and device of its copy."""
     return (
-        isinstance(copy, list)
-        and [key for key, _ in held] == [key for key, _, _ in copy]
-        and all(
-            _has_same_structure(part, *rest)
-            for (_, part), (_, *rest) in zip(held, copy, strict=True)
-        )
+        now is not None
+        and copy is not None
+        and now.layout is copy.layout is torch.strided
+        and (now.shape, now.dtype, now.device) == (copy.shape, copy.dtype, copy.device)
     )
 
 
@@ -219,7 +224,7 @@ def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
     )
 
 
-def _is_changed(value: Any, copy: Any) -> bool:
+def is_changed(value: Any, copy: Any) -> bool:
     """Return whether a value has changed in place since it was copied."""
     if copy is None:
         return False
@@ -237,13 +242,14 @@ def _is_changed(value: Any, copy: Any) -> bool:
     if len(now) != len(copy):
         return True
     return any(
-        key != old_key or part is not old or _is_changed(part, of_part)
+        key != old_key or part is not old or is_changed(part, of_part)
         for (key, part), (old_key, old, of_part) in zip(now, copy, strict=True)
     )
 
 
-def _restore(value: Any, copy: Any) -> None:
-    if copy is None or not _is_changed(value, copy):
+def restore_value(value: Any, copy: Any) -> None:
+    """Restore the values of tensors and arrays, and the parts of containers, in place."""
+    if copy is None or not is_changed(value, copy):
         # writing to a tensor of a graph, even the same values, would break its backward pass
         return
     if isinstance(value, Tensor):
@@ -255,7 +261,7 @@ def _restore(value: Any, copy: Any) -> None:
         value[...] = copy
     else:
         for _, part, of_part in copy:
-            _restore(part, of_part)
+            restore_value(part, of_part)
         if isinstance(value, dict):
             value.clear()
             value.update((key, part) for key, part, _ in copy)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from surefoot.components.optim.groups import check_shaped
+from surefoot.components.optim.groups import check_has_values, check_shaped
 from surefoot.components.parallel.wrapped import check_unwrapped
 from surefoot.components.stability.norms import convert_batchnorm
 from surefoot.contract import signature
@@ -47,6 +47,7 @@ def build_on_device(spec: RunSpec, task: ResolvedTask, device: torch.device) -> 
         )
     check_unwrapped(model)
     check_shaped(model)
+    check_has_values(model)
     return model.to(device) if device.type != "cpu" else model
 
 

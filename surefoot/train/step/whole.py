@@ -6,6 +6,7 @@ of the uncompiled step up to rounding; if compilation fails, the uncompiled step
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
@@ -35,7 +36,7 @@ class WholeStep:
     """Compiled step of one update with one microbatch; None if it could not be compiled.
 
     The step is called with its batch, and compiled again if a group setting other than the learning
-    rate has changed.
+    rate has changed, or whether a parameter is trained.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ def compile_step(
 
     Called with a batch, the step returns the terms of the loss, the gradient norm, and whether the
     update was applied. The first call compiles, which takes seconds, as does a call after a change
-    of a group setting other than the learning rate; gradients need not be cleared.
+    of a group setting other than the learning rate, or of a parameter's requires_grad; gradients
+    need not be cleared.
 
     Args:
         model: The model.
@@ -161,9 +163,17 @@ def _refuse(problems: Mapping[str, bool]) -> None:
 
 
 def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
-    """Return the group settings that the rules depend on; compared in each step, so kept cheap."""
+    """Return all that a step depends on beside its inputs: settings of the groups, and which
+    parameters are trained. Compared in each step, so kept cheap."""
     groups = (group for each in guarded.optimizers for group in each.param_groups)
-    return [(*group.get("betas", ()), *(group.get(name) for name in SETTINGS)) for group in groups]
+    return [
+        (
+            *group.get("betas", ()),
+            *(group.get(name) for name in SETTINGS),
+            *(parameter.requires_grad for parameter in group["params"]),
+        )
+        for group in groups
+    ]
 
 
 def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
@@ -173,6 +183,8 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         for group in each.param_groups
     ]
     clip, clip_value = update.guarded.limits
+    # torch 2.11 does not guard requires_grad of a parameter, but it does guard this list
+    is_trained = [parameter.requires_grad for parameter in update.guarded.parameters]
 
     def whole(batch: Batch, held: Any, rates: Any) -> Any:
         with policy.context():
@@ -183,13 +195,13 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         terms = made.terms
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = list(itertools.compress(parameters, is_trained))
         found = iter(
             torch.autograd.grad(
                 losses, trained, [_factor(term) for term in terms], allow_unused=True
             )
         )
-        grads = [next(found) if parameter.requires_grad else None for parameter in parameters]
+        grads = [next(found) if trains else None for trains in is_trained]
         with torch.no_grad():
             norm, applied, limited = move(
                 rules, held, grads, rates, [*losses, _validity(terms)], clip, clip_value
