@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
+from surefoot.components.optim import saving
 from surefoot.components.optim.average import WeightAverage
 from surefoot.components.optim.build import build as build_optimizer
 from surefoot.components.optim.groups import find_trained
@@ -209,3 +210,35 @@ def test_an_optimizer_that_is_added_later_updates_on_the_device_or_the_host_deci
         found.append((list(own.parameters()), guarded.rates))
     torch.testing.assert_close(found[0], found[1])
     assert not torch.equal(found[0][0][0], model[0].weight)  # type: ignore[arg-type]
+
+
+COUNTED = {"Adam": {}, "NAdam": {}, "Adam with its counter there": {"capturable": True}}
+
+
+@pytest.mark.parametrize("kind", COUNTED)
+def test_a_restored_state_is_on_the_device_where_the_optimizer_keeps_it(kind: str) -> None:
+    """Also that of a parameter of no dimension, as CLIP's temperature, as torch loads it."""
+    make = {"NAdam": torch.optim.NAdam}.get(kind, torch.optim.Adam)
+
+    def made(device: str) -> tuple[list[Tensor], torch.optim.Optimizer]:
+        weights: list[Tensor] = [
+            nn.Parameter(torch.ones(shape, device=device)) for shape in ((), (2, 3))
+        ]
+        return weights, make(weights, lr=0.1, **COUNTED[kind])
+
+    weights, trained = made("cpu")
+    trained.param_groups[0]["capturable"] = False
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    trained.step()
+    saved = saving.state_of(trained, weights, {})
+    weights, restored = made("meta")
+    saving.restore(restored, {**saved, "groups": None}, weights, {})
+    theirs = made("meta")[1]
+    there = trained.state_dict()
+    there["param_groups"] = theirs.state_dict()["param_groups"]
+    theirs.load_state_dict(there)
+    for ours, other in zip(restored.state.values(), theirs.state.values(), strict=True):
+        assert {key: each.device for key, each in ours.items()} == {
+            key: each.device for key, each in other.items()
+        }

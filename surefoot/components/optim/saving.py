@@ -141,10 +141,10 @@ def restore(
                 for name, value in settings.items()
             }
         )
-    params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for name, parameter in zip(called, params, strict=True):
+    params = [(each, group) for group in optimizer.param_groups for each in group["params"]]
+    for name, (parameter, group) in zip(called, params, strict=True):
         if name in saved["state"]:
-            _fill(optimizer.state[parameter], saved["state"][name], parameter)
+            _fill(optimizer.state[parameter], saved["state"][name], parameter, group)
             for key in saved.get("sparse", {}).get(name, ()):
                 optimizer.state[parameter][key] = optimizer.state[parameter][key].to_sparse(1)
         else:
@@ -152,19 +152,18 @@ def restore(
     optimizer.state.update(saved.get("shared", {}))
 
 
-def _fill(state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor) -> None:
+def _fill(
+    state: dict[str, Any], saved: Mapping[str, Any], parameter: Tensor, group: Mapping[str, Any]
+) -> None:
     for key in [key for key in state if key not in saved]:
         del state[key]
     for key, value in saved.items():
         held = state.get(key)
         if isinstance(value, Tensor) and value is not held:
-            where = (
-                held.device
-                if isinstance(held, Tensor)
-                else parameter.device
-                if value.ndim
-                else value.device
-            )
+            # as Optimizer.load_state_dict: the counter of steps alone may stay on the CPU
+            is_counter = key == "step" and not (group.get("capturable") or group.get("fused"))
+            there = value.device if is_counter else parameter.device
+            where = held.device if isinstance(held, Tensor) else there
             value = with_strides_of(value.to(where), parameter)
         state[key] = value
 
