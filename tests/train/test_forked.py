@@ -281,6 +281,24 @@ def test_what_is_finalized_in_its_own_process_is_not_in_a_child(tmp_path: Path) 
     assert (tmp_path / "ended").read_text() == f"{os.getpid()}\n"
 
 
+@pytest.mark.parametrize("uses_gpu", [True, False])
+def test_a_child_of_a_process_that_uses_a_gpu_frees_nothing_that_it_inherits(
+    uses_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To free a stream, an event or pinned memory of CUDA in a child aborts it."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
+    cycle: list[Any] = [Ending(tmp_path / "ended")]
+    cycle.append(cycle)
+    gc.disable()
+    try:
+        del cycle
+        assert in_child(gc.collect) == 0
+        assert (tmp_path / "ended").exists() is not uses_gpu
+        gc.collect()
+    finally:
+        gc.enable()
+
+
 def test_a_child_hears_a_signal_of_the_job_without_a_word_and_the_second_as_it_did_before(
     capfd: pytest.CaptureFixture[str],
 ) -> None:

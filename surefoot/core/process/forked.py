@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -79,6 +80,7 @@ def never_end_in_children(owner: Any) -> None:
 def _hold() -> None:
     # strong references, before the fork: a collection in the child finds them in use
     _forking.held = list(_kept)
+    _forking.uses_gpu = getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)()
 
 
 def _let_go() -> None:
@@ -87,6 +89,9 @@ def _let_go() -> None:
 
 def _begin_child() -> None:
     _inherited.extend(_forking.held)
+    if _forking.uses_gpu:
+        # to free what lies on a GPU aborts a process that cannot use it: leave it where it is
+        gc.freeze()
     # the workers of the parent: multiprocessing ends those in its list at exit, whichever process
     # started them
     getattr(sys.modules.get("multiprocessing.process"), "_children", set()).clear()
