@@ -95,6 +95,13 @@ def test_a_digest_tells_batches_apart(name: str) -> None:
         assert digest_of(copy.deepcopy(one)) == digest_of(one)
 
 
+def test_a_path_has_one_digest_whatever_was_asked_of_it() -> None:
+    used = Path("a") / "b"
+    assert len({used, used.parent}) == 2
+    assert (str(used), used.parts) == ("a/b", ("a", "b"))
+    assert digest_of([used]) == digest_of([Path("a/b")])
+
+
 def test_an_empty_and_a_huge_batch_have_a_digest() -> None:
     for batch in (
         torch.zeros(0),

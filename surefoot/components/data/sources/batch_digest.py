@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -214,6 +215,8 @@ def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
             found.append(batch)
     elif isinstance(batch, str | bytes | int | float | complex | np.generic | enum.Enum | None):
         found.append(repr(batch))
+    elif isinstance(batch, os.PathLike):  # its other attributes are filled as they are asked for
+        found.append(f"{type(batch).__name__} {os.fspath(batch)!r}")
     elif depth >= MAX_DEPTH:
         found.append(type(batch).__name__)
     elif isinstance(batch, Mapping):
