@@ -228,7 +228,8 @@ def versions() -> Mapping[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    # the build too, such as +cu130, which the package's metadata leave out
+    return found | {"torch": str(torch.__version__)}
 
 
 def circumstances(device: str, program: Program) -> dict[str, Any]:
