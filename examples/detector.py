@@ -34,7 +34,7 @@ def paint(
 ) -> dict[str, np.ndarray]:
     """Canvases with one to three digits at any place.
 
-    A digit belongs to the cell that its centre is in.
+    A digit belongs to the cell that its center is in.
     """
     draw = np.random.default_rng(seed)
     images = draw.random((num_canvases, 1, CANVAS, CANVAS), dtype=np.float32) * 0.2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from surefoot.components.data.blocks import BlockShuffle, Order, measure_mixing
 from surefoot.components.data.feed import Feed, to_device
 from surefoot.components.data.order import Keys
@@ -30,6 +32,10 @@ from surefoot.components.data.transforms.mixing import cutmix, mixup, soft_targe
 from surefoot.components.data.transforms.moving import Mirror, Translate
 from surefoot.components.data.transforms.pipeline import Pipeline
 from surefoot.components.data.transforms.resizing import CenterCrop, Crop, Resize
+from surefoot.core.old_homes import renamed_in
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed_in(__name__)
 
 __all__ = [
     "Arrays",

@@ -1,4 +1,4 @@
-"""Batches for `cifar10`, augmented and normalised, from the same decoded uint8 map.
+"""Batches for `cifar10`, augmented and normalized, from the same decoded uint8 map.
 
 They are made in surefoot's way, and in two by hand.
 Every arm gives float32 (B, 3, 32, 32), each image moved by up to 2 pixels (its border mirrored) and
@@ -29,16 +29,16 @@ MEAN, DEVIATION = (torch.tensor(values).view(3, 1, 1) for values in (PIXEL_MEAN,
 
 
 def surefoot(task: Cifar10, epochs: int) -> Iterator[Tensor]:
-    """Sample order, gather, augmentation keyed by sample, normalisation.
+    """Sample order, gather, augmentation keyed by sample, normalization.
 
     What a step of the run does before its model.
     """
-    source, normalise = task.data("train"), NormalizeImages()
+    source, normalize = task.data("train"), NormalizeImages()
     feed = Feed(source, Order(len(source), 0), batch=BATCH)
     for step in range(epochs * feed.steps_per_epoch):
         window = feed.window(step)
         images, _ = task.augment(source.read(window.ids), Keys(0, window.epoch, window.ids))
-        yield normalise(images)
+        yield normalize(images)
 
 
 def by_windows(task: Cifar10, epochs: int) -> Iterator[Tensor]:
@@ -56,7 +56,7 @@ def by_windows(task: Cifar10, epochs: int) -> Iterator[Tensor]:
         windows = np.lib.stride_tricks.as_strided(padded, shape, strides, writeable=False)
         moved = windows[np.arange(len(batch)), corners[:, 0], corners[:, 1]]
         moved[flips] = moved[flips, :, ::-1]
-        yield _normalise(moved)
+        yield _normalize(moved)
 
 
 def by_image(task: Cifar10, epochs: int) -> Iterator[Tensor]:
@@ -69,7 +69,7 @@ def by_image(task: Cifar10, epochs: int) -> Iterator[Tensor]:
         for number, (row, column) in enumerate(corners):
             window = padded[number, row : row + SIZE, column : column + SIZE]
             moved[number] = window[:, ::-1] if flips[number] else window
-        yield _normalise(moved)
+        yield _normalize(moved)
 
 
 def _slices(task: Cifar10, epochs: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -92,7 +92,7 @@ def _pad(batch_BHWC: np.ndarray) -> np.ndarray:
     return np.pad(batch_BHWC, ((0, 0), (SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="reflect")
 
 
-def _normalise(batch_BHWC: np.ndarray) -> Tensor:
+def _normalize(batch_BHWC: np.ndarray) -> Tensor:
     return torch.from_numpy(batch_BHWC).permute(0, 3, 1, 2).float().sub_(MEAN).div_(DEVIATION)
 
 

@@ -1,6 +1,6 @@
 """Input for `cifar10` against the faster of two ways by hand over the decoded images.
 
-Input is order, gather, augmentation and normalisation.
+Input is order, gather, augmentation and normalization.
 
 python benchmarks/input/run.py --data FOLDER [--rounds 15]
 """

@@ -51,7 +51,7 @@ def augment_one(image: np.ndarray) -> Tensor:
     """An image as a dataset makes it, one by one.
 
     It is shifted by up to two pixels with a mirrored border, mirrored half the time, and
-    normalised.
+    normalized.
     """
     padded = np.pad(image, ((SHIFT, SHIFT), (SHIFT, SHIFT), (0, 0)), mode="reflect")
     row, column = random.randint(0, 2 * SHIFT), random.randint(0, 2 * SHIFT)

@@ -107,7 +107,7 @@ def draw_convnet(count: int, draws: torch.Generator) -> Batch:
 class GPT(nn.Module):
     """A decoder-only transformer after GPT-2.
 
-    Normalised before each part, learned positions, biases everywhere but in the head.
+    Normalized before each part, learned positions, biases everywhere but in the head.
     """
 
     def __init__(

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-RENAMED = {"Normalise": "Normalize"}
+RENAMED = {"Normalise": "Normalize", "analyse": "analyze"}
 
 
 def moved_to(home: str, package: str) -> Callable[[str], Any]:
@@ -31,5 +31,22 @@ def moved_to(home: str, package: str) -> Callable[[str], Any]:
             stacklevel=2,
         )
         return value
+
+    return find
+
+
+def renamed_in(module: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose names in `RENAMED` were spelled so before."""
+
+    def find(name: str) -> Any:
+        now, value = RENAMED.get(name), importlib.import_module(module)
+        if now is None or not hasattr(value, now):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{module}.{name} is now {module}.{now}; the old name goes in the next release",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return getattr(value, now)
 
     return find

@@ -104,8 +104,8 @@ class Cifar10:
     def model(self) -> nn.Module:
         train = self.data("train")
         images, _ = train.read(np.arange(min(NUM_WHITENED, len(train)), dtype=np.int64))
-        normalise = NormalizeImages()
-        whiten = Whiten(find_whitening_filters(normalise(images)))
+        normalize = NormalizeImages()
+        whiten = Whiten(find_whitening_filters(normalize(images)))
         sizes = [whiten.num_channels, *self.widths]
         blocks = [
             (f"block{number}", ResidualBlock(sizes[number - 1], sizes[number]))
@@ -115,7 +115,7 @@ class Cifar10:
         pool = nn.MaxPool2d(3)  # 32 pixels: 31 whitened, 15, 7, 3, 1
         return nn.Sequential(
             OrderedDict(
-                normalise=normalise,
+                normalize=normalize,
                 whiten=whiten,
                 **dict(blocks),
                 pool=pool,

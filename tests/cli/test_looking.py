@@ -221,7 +221,7 @@ def test_later_kinds_and_fields_are_left_aside(surefoot: Command) -> None:
     row = json.loads(past.step(50, 0.1).as_line())
     file.write_text(
         file.read_text()
-        + json.dumps({**row, "colour": "red"})
+        + json.dumps({**row, "color": "red"})
         + '\n{"v": 1, "kind": "later", "x": 1}\n'
     )
     assert surefoot("show", run, "--json").row["curve"][-1]["step"] == 50

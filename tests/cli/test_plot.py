@@ -131,7 +131,7 @@ def test_every_curve_of_an_overlay_carries_the_letter_that_the_legend_explains()
     assert "a step   b exponential   c cosine   d plateau" in drawing
     plot = "".join(line.split("┤")[-1].split("│")[-1] for line in drawing.splitlines()[:16])
     assert all(letter in plot for letter in "abcd")
-    assert "\x1b" not in drawing  # no colour
+    assert "\x1b" not in drawing  # no color
 
 
 def test_side_by_side_gives_each_curve_a_panel_under_its_name() -> None:

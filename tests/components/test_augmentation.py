@@ -47,7 +47,7 @@ from surefoot.core.errors import DataError
 BYTES_BHWC = torch.from_numpy(
     np.random.default_rng(0).integers(0, 256, (12, 18, 14, 3), dtype=np.uint8)
 )
-BYTES_BHWC[:2] = BYTES_BHWC[:2, :1, :1]  # one colour each
+BYTES_BHWC[:2] = BYTES_BHWC[:2, :1, :1]  # one color each
 BYTES_BHWC[2, ..., 1:] = BYTES_BHWC[2, ..., :1]  # grey
 FACTORS_B = torch.linspace(0.0, 2.0, 12)
 KEYS = Keys(seed=1, epoch=2, ids=np.arange(12))
@@ -79,7 +79,7 @@ REFERENCES: dict[
 
 @pytest.mark.parametrize("what", REFERENCES)
 @pytest.mark.parametrize("images_BHWC", [BYTES_BHWC, BYTES_BHWC / 255], ids=["bytes", "floats"])
-def test_colours_follow_the_formulas_of_torchvision_each_image_by_its_own_factor(
+def test_colors_follow_the_formulas_of_torchvision_each_image_by_its_own_factor(
     what: str, images_BHWC: Tensor
 ) -> None:
     adjust, reference = REFERENCES[what]
@@ -120,11 +120,11 @@ def weights_of(start: int, size: int, out: int, whole: int) -> Tensor:
     support = max(scale, 1.0)
     rows = torch.zeros(out, whole, dtype=torch.float64)
     for number in range(out):
-        centre = scale * (number + 0.5)
+        center = scale * (number + 0.5)
         for pixel in range(
-            max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), size)
+            max(int(center - support + 0.5), 0), min(int(center + support + 0.5), size)
         ):
-            rows[number, start + pixel] = max(0.0, 1 - abs(pixel - centre + 0.5) / support)
+            rows[number, start + pixel] = max(0.0, 1 - abs(pixel - center + 0.5) / support)
     return rows / rows.sum(1, keepdim=True)
 
 
@@ -171,7 +171,7 @@ def test_where_no_box_fits_the_middle_is_taken() -> None:
     assert draw_boxes(KEYS, 100, 10, (0.9, 1.0), (3 / 4, 4 / 3)).tolist() == [[43, 0, 13, 10]] * 12
 
 
-def test_normalised_images_are_those_of_the_formula_and_the_middle_is_the_middle() -> None:
+def test_normalized_images_are_those_of_the_formula_and_the_middle_is_the_middle() -> None:
     mean, deviation = (125.3, 123.0, 113.9), (62.5, 61.9, 66.5)
     found = normalize(BYTES_BHWC, mean, deviation)
     expected = (BYTES_BHWC.float() - torch.tensor(mean)) / torch.tensor(deviation)
@@ -238,7 +238,7 @@ def test_the_shares_of_cutmix_are_those_of_the_pixels() -> None:
     kept = (images == BYTES_BHWC).all(-1).float().mean((1, 2))
     assert 0 < float(kept.min()) < 1
     ours = targets.gather(1, LABELS_B[:, None])[:, 0]
-    # a pixel of another image may have the same colour
+    # a pixel of another image may have the same color
     assert torch.allclose(ours[4:], kept[4:], atol=0.02)
     from_either = (images == BYTES_BHWC) | (images == BYTES_BHWC[torch.arange(12) ^ 1])
     assert from_either.all()
@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a hue": (lambda: Jitter(hue=0.7), "a change of hue"),
     "a probability": (lambda: Mirror(1.5), "a probability"),
     "a deviation": (lambda: Normalize((1.0,), (0.0,)), "are not valid"),
-    "colours": (
+    "colors": (
         lambda: normalize(BYTES_BHWC, (1.0,), (1.0,)),
         "1 means and 1 deviations are given for 3 channels",
     ),
@@ -371,7 +371,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "images": (lambda: resize(BYTES_BHWC[0], 4, 4), "is not a batch of images"),
     "whole numbers": (lambda: resize(BYTES_BHWC.long(), 4, 4), "is not a batch of images"),
     "grey images": (lambda: Jitter(0.1)(BYTES_BHWC[..., :1], KEYS), "have 1 channels"),
-    "a colour": (
+    "a color": (
         lambda: erase(BYTES_BHWC, torch.zeros(12, 4).long(), (1.0, 2.0)),
         "is not a color of 3 channels",
     ),

@@ -41,7 +41,7 @@ def write_photos(folder: Path, bad: tuple[int, ...] = BAD, num_samples: int = NU
     """A tar of small images; those in `bad` are cut in the middle, or have no number as label."""
     members: list[tuple[str, bytes]] = []
     for number in range(num_samples):
-        content, label = image(colour=number), b"%d" % (number % 3)
+        content, label = image(color=number), b"%d" % (number % 3)
         if number in bad:
             content, label = (
                 (content[: len(content) // 2], label) if number % 2 else (content, b"a cat")

@@ -146,7 +146,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_a_normalisation_has_its_flops_an_element(name: str) -> None:
+def test_a_normalization_has_its_flops_an_element(name: str) -> None:
     layer, operator, forward, backward = NORMS[name]
     counter = counted(
         layer, torch.randn(B, 16, requires_grad=True), loss=lambda out: (out * out).sum()
@@ -155,7 +155,7 @@ def test_a_normalisation_has_its_flops_an_element(name: str) -> None:
     assert one(counter, f"{operator}_backward").flops == backward * B * 16
 
 
-def test_a_normalisation_in_evaluation_has_its_statistics_given() -> None:
+def test_a_normalization_in_evaluation_has_its_statistics_given() -> None:
     layer = nn.BatchNorm1d(16).eval()
     with Counter(layer) as counter:
         layer(torch.randn(B, 16))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from surefoot.components.profiler.tracing import trace
-from surefoot.components.profiler.tracing.analysis import analyse, draw
+from surefoot.components.profiler.tracing.analysis import analyze, draw
 from surefoot.core.errors import InputError
 from tests.components.recorded import recorded, write
 
@@ -78,7 +78,7 @@ def test_a_trace_with_sizes_that_no_tensor_has_is_refused_in_words(
         InputError,
         match=r"is damaged: 'aten::mm' was given a tensor of a negative size or of 2\^63 elements",
     ) as told:
-        analyse(write(tmp_path / "trace.json", product_of(*shapes)))
+        analyze(write(tmp_path / "trace.json", product_of(*shapes)))
     assert told.value.hint
 
 
@@ -95,7 +95,7 @@ def test_a_trace_with_memory_that_no_machine_has_is_refused_in_words(
     }
     document["traceEvents"].append(change)
     with pytest.raises(InputError, match=r"is damaged: 2\^63 bytes or more were allocated at once"):
-        analyse(write(tmp_path / "trace.json", document))
+        analyze(write(tmp_path / "trace.json", document))
 
 
 def test_details_of_other_types_are_left_aside_and_odd_facts_are_damage(
@@ -111,10 +111,10 @@ def test_details_of_other_types_are_left_aside_and_odd_facts_are_damage(
     document["traceEvents"] += [
         {"ph": "X", "cat": "cpu_op", "name": "odd", "ts": odd, "dur": 1} for odd in ODD
     ]
-    draw(analyse(write(tmp_path / "trace.json.gz", document)), tmp_path / "drawn")
+    draw(analyze(write(tmp_path / "trace.json.gz", document)), tmp_path / "drawn")
     for name in ("num_steps", "step_s", "memory", "first_step"):
         (tmp_path / "facts.json").write_text(
             json.dumps({name: {"before": "x"} if name == "step_s" else "x"})
         )
         with pytest.raises(InputError, match=r"facts\.json is damaged"):
-            analyse(tmp_path / "trace.json.gz")
+            analyze(tmp_path / "trace.json.gz")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from surefoot.components.profiler.tracing import flame, fold, trace
-from surefoot.components.profiler.tracing.analysis import analyse, draw
+from surefoot.components.profiler.tracing.analysis import analyze, draw
 from tests.components.recorded import recorded, write
 
 __all__ = ["recorded"]  # a fixture
@@ -76,7 +76,7 @@ def test_a_hostile_name_is_shown_as_text(tmp_path: Path) -> None:
         event("user_annotation", "ProfilerStep#1", ts=0, dur=10),
         event("cpu_op", HOSTILE, ts=1, dur=8),
     ]
-    found = analyse(write(tmp_path / "trace.json", {"traceEvents": events}))
+    found = analyze(write(tmp_path / "trace.json", {"traceEvents": events}))
     for path in draw(found, tmp_path / "out"):
         if path.suffix == ".svg":
             root = ET.fromstring(path.read_text())
@@ -97,7 +97,7 @@ def test_a_hostile_name_is_shown_as_text(tmp_path: Path) -> None:
 
 
 def test_a_drawing_names_nothing_outside_itself(recorded: Path, tmp_path: Path) -> None:
-    for path in draw(analyse(recorded), tmp_path):
+    for path in draw(analyze(recorded), tmp_path):
         text = path.read_text()
         assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
         assert "url(" not in text
@@ -112,7 +112,7 @@ def test_device_work_stands_under_the_operator_that_launched_it(tmp_path: Path) 
         event("cpu_op", "aten::mm", ts=2, dur=2) | linked,
         event("kernel", "gemm", ts=5, dur=90) | linked | {"pid": 0, "tid": 7},
     ]
-    found = analyse(write(tmp_path / "trace.json", {"traceEvents": events}))
+    found = analyze(write(tmp_path / "trace.json", {"traceEvents": events}))
     assert found.by_device is not None
     assert ("device time", "module a", "aten::mm", "gemm") in names(found.by_device)
     assert found.by_device.total_ns == 90_000

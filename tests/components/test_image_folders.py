@@ -30,7 +30,7 @@ def write_folder(folder: Path, **how: Any) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         kind = {"png": "PNG", "webp": "WEBP"}.get(path.suffix[1:].lower(), "JPEG")
-        path.write_bytes(image(kind, colour=40 * number, **how))
+        path.write_bytes(image(kind, color=40 * number, **how))
     (folder / ".DS_Store").write_bytes(b"x")
     (folder / "cat" / ".thumb").write_bytes(b"x")
     return folder
@@ -188,7 +188,7 @@ EXIF_TURNS = {
 
 
 def photograph(orientation: int, kind: str) -> tuple[bytes, np.ndarray]:
-    """A picture of four colours with an orientation, and what a viewer shows of it."""
+    """A picture of four colors with an orientation, and what a viewer shows of it."""
     pixels = np.zeros((32, 48, 3), np.uint8)
     pixels[:16, :24, 0], pixels[:16, 24:, 1], pixels[16:, :24, 2] = 200, 200, 200
     exif = Image.Exif()

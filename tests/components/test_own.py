@@ -350,7 +350,7 @@ def test_a_hidden_buffer_that_has_no_place_is_refused_before_anything_changes(
 
 
 class Packed(nn.Module):
-    """As a quantised layer, whose weights are an object of its own."""
+    """As a quantized layer, whose weights are an object of its own."""
 
     def get_extra_state(self) -> object:
         return {"weights": object()}

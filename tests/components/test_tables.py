@@ -43,9 +43,9 @@ def rows(start: int, count: int) -> Any:
             ),
             "ragged": [list(range(number % 3 + 1)) for number in numbers],
             "grid": [[[number, 0], [0, 1]] for number in numbers],
-            "png": [image(colour=number) for number in numbers],
+            "png": [image(color=number) for number in numbers],
             "picture": [
-                {"bytes": image("JPEG", colour=number), "path": "x.jpg"} for number in numbers
+                {"bytes": image("JPEG", color=number), "path": "x.jpg"} for number in numbers
             ],
         }
     )

@@ -30,10 +30,10 @@ from tests.components.test_index import write_tar
 
 
 def image(
-    kind: str = "PNG", size: tuple[int, int] = (5, 4), mode: str = "RGB", colour: int = 7
+    kind: str = "PNG", size: tuple[int, int] = (5, 4), mode: str = "RGB", color: int = 7
 ) -> bytes:
     out = io.BytesIO()
-    Image.new(mode, size, colour).save(out, kind)
+    Image.new(mode, size, color).save(out, kind)
     return out.getvalue()
 
 
@@ -45,7 +45,7 @@ def array(values: np.ndarray, **how: bool) -> bytes:
 
 def members_of(number: int) -> list[tuple[str, bytes]]:
     parts = {
-        "png": image(colour=number),
+        "png": image(color=number),
         "cls": b"%d" % number,
         "txt": f"text {number}".encode(),
         "json": json.dumps({"n": number}).encode(),

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from surefoot.components.profiler.counts import Counter
 from surefoot.components.profiler.tracing import trace
-from surefoot.components.profiler.tracing.analysis import analyse
+from surefoot.components.profiler.tracing.analysis import analyze
 from surefoot.components.profiler.tracing.operators import (
     OperatorStats,
     count_flops,
@@ -143,7 +143,7 @@ def test_products_of_complex_numbers_count_nothing_that_nobody_knows(tmp_path: P
 
 
 def test_without_shapes_and_memory_they_are_unknown_and_not_0(tmp_path: Path) -> None:
-    found = analyse(record(tmp_path, levels=()))
+    found = analyze(record(tmp_path, levels=()))
     assert found.by_stack is None
     assert found.memory is None
     assert {(each.self_bytes, each.flops, each.bytes) for each in found.operators} == {

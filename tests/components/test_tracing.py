@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_hooks
 
 from surefoot.components.profiler.tracing import memory, trace, window
-from surefoot.components.profiler.tracing.analysis import analyse
+from surefoot.components.profiler.tracing.analysis import analyze
 from surefoot.components.profiler.tracing.window import Profiler, Window
 from surefoot.core.errors import InputError
 from tests.components.recorded import BATCH, WIDTH, record, recorded, small, take_step
@@ -47,7 +47,7 @@ def test_a_window_that_the_memory_cannot_hold_ends_early_and_says_so(
 def test_the_memory_of_a_step_is_told_apart_by_category(recorded: Path) -> None:
     model, _ = small()
     weights = sum(parameter.numel() * 4 for parameter in model.parameters())
-    found = analyse(recorded).memory
+    found = analyze(recorded).memory
     assert found is not None
     assert set(found.categories["parameters"]) == {weights}
     counters = 4 * len(list(model.parameters()))

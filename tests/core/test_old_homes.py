@@ -48,6 +48,18 @@ def test_an_old_path_names_the_new_one() -> None:
         assert module.Arrays is importlib.import_module("surefoot.data").Arrays
 
 
+@pytest.mark.parametrize(
+    ("home", "old", "now"),
+    [("surefoot.profiler", "analyse", "analyze"), ("surefoot.data", "Normalise", "Normalize")],
+)
+def test_an_old_name_is_the_new_one(home: str, old: str, now: str) -> None:
+    module = importlib.import_module(home)
+    with pytest.warns(DeprecationWarning, match=f"{home}.{old} is now {home}.{now};"):
+        assert getattr(module, old) is getattr(module, now)
+    with pytest.raises(AttributeError, match=f"{home}.* has no attribute 'Analyse'"):
+        _ = module.Analyse
+
+
 def test_a_name_that_is_nowhere_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Arays"):
         _ = importlib.import_module(LAZY).Arays

@@ -11,11 +11,11 @@ import pytest
 from surefoot.core.cost import shape
 from surefoot.core.cost.roofline import (
     OperatorWork,
-    Utilisation,
+    Utilization,
     attainable_flops_per_s,
     find_point,
     fusible_share,
-    read_utilisation,
+    read_utilization,
     ridge,
 )
 from surefoot.core.hardware import Peaks, find_published
@@ -78,7 +78,7 @@ def test_without_a_peak_nothing_is_said() -> None:
     point = find_point("mm", "operator", [work(flops=2e9, num_bytes=12e6)], unknown)
     assert (point.bound, point.least_s, point.share_of_roof) == (None, None, None)
     assert fusible_share([point]) is None
-    use = Utilisation(flops_per_sample=1e9, peak_flops_per_s=None, dtype="fp32", source="nobody")
+    use = Utilization(flops_per_sample=1e9, peak_flops_per_s=None, dtype="fp32", source="nobody")
     assert use.share(10.0) is None
     assert use.words(10.0).startswith("n/a = 1 GFLOP a sample x 10 samples/s / n/a GFLOP/s")
 
@@ -96,7 +96,7 @@ def test_fusion_helps_what_memory_holds_back_and_is_no_product() -> None:
         find_point(
             "norm",
             "operator",
-            [work("norm", "normalisation", flops=1e3, num_bytes=12e6, elapsed_s=1.0)],
+            [work("norm", "normalization", flops=1e3, num_bytes=12e6, elapsed_s=1.0)],
             PEAKS,
         ),
         find_point(
@@ -106,8 +106,8 @@ def test_fusion_helps_what_memory_holds_back_and_is_no_product() -> None:
     assert fusible_share(points) == pytest.approx(3 / 10)
 
 
-def test_utilisation_is_what_its_formula_says() -> None:
-    use = Utilisation(
+def test_utilization_is_what_its_formula_says() -> None:
+    use = Utilization(
         flops_per_sample=3e9, peak_flops_per_s=600e9, dtype="fp32", source="measured here, 1 thread"
     )
     assert use.share(50.0) == pytest.approx(0.25)
@@ -125,17 +125,18 @@ GOOD = {
 }
 
 
-def test_a_file_that_is_none_or_of_another_version_says_nothing_of_utilisation() -> None:
-    assert read_utilisation(json.dumps({"version": 1, "utilisation": GOOD})) == Utilisation(**GOOD)  # type: ignore[arg-type]
+def test_a_file_that_is_none_or_of_another_version_says_nothing_of_utilization() -> None:
+    for key in ("utilization", "utilisation"):  # the previous release wrote the second
+        assert read_utilization(json.dumps({"version": 1, key: GOOD})) == Utilization(**GOOD)  # type: ignore[arg-type]
     hostile = [
         "",
         "[]",
         "{}",
         "[" * 5000,
-        json.dumps({"version": 2, "utilisation": GOOD}),
-        json.dumps({"version": 1, "utilisation": 3}),
+        json.dumps({"version": 2, "utilization": GOOD}),
+        json.dumps({"version": 1, "utilization": 3}),
     ]
-    assert [read_utilisation(text) for text in hostile] == [None] * len(hostile)
+    assert [read_utilization(text) for text in hostile] == [None] * len(hostile)
 
 
 def test_a_gpu_that_is_not_in_the_table_is_unknown_and_one_that_is_has_its_source_and_date() -> (

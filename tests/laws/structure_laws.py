@@ -309,7 +309,7 @@ STRUCTURE_LAWS: dict[str, Law] = {
             Plant("utils says nothing", {"surefoot/core/data_utils.py": ""}),
             Plant("common", {"surefoot/common/a.py": ""}),
         ),
-        {"surefoot/core/utilisation.py": ""},
+        {"surefoot/core/utilization.py": ""},
     ),
     "a class's name stands in one file": Law(
         words.class_names,

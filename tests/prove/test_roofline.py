@@ -69,7 +69,7 @@ def run(tmp_path: Path, surefoot: Command) -> Path:
     return tmp_path / "run"
 
 
-def test_a_runs_roofline_lies_in_its_folder_and_show_tells_its_utilisation(
+def test_a_runs_roofline_lies_in_its_folder_and_show_tells_its_utilization(
     run: Path, surefoot: Command
 ) -> None:
     before = surefoot("show", "run", "--json").row
@@ -80,7 +80,7 @@ def test_a_runs_roofline_lies_in_its_folder_and_show_tells_its_utilisation(
     assert row["version"] == 1
     flops = 3 * 2 * 8 * (4 * 4 + 4 * 3) - 2 * 8 * 4 * 4  # the data need no gradient
     assert (row["model_flops"], row["num_samples"], row["recomputed_flops"]) == (flops, 8, 0)
-    assert row["utilisation"]["flops_per_sample"] == flops / 8
+    assert row["utilization"]["flops_per_sample"] == flops / 8
     peak = row["peaks"]["flops_per_s"]["fp32"]
     assert row["mfu"] == pytest.approx(flops / row["step_s"] / peak)
     assert row["mfu_formula"].startswith("model FLOPs of a sample x samples/s / peak FLOP/s: ")
@@ -103,9 +103,9 @@ def test_the_points_hold_every_operator_and_module_of_a_step(run: Path, surefoot
     assert row["without_formula"] == []
 
 
-def test_a_damaged_file_leaves_utilisation_unknown(run: Path, surefoot: Command) -> None:
+def test_a_damaged_file_leaves_utilization_unknown(run: Path, surefoot: Command) -> None:
     (run / "profile").mkdir(exist_ok=True)
-    for bad in (b"\xff", b"{}", b'{"version": 1, "utilisation": null}'):
+    for bad in (b"\xff", b"{}", b'{"version": 1, "utilization": null}'):
         (run / FILE).write_bytes(bad)
         assert surefoot("show", "run", "--json").row["mfu"] is None
         assert "n/a (to count them: surefoot roofline run)" in surefoot("show", "run").out

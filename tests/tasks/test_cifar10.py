@@ -138,7 +138,7 @@ def test_two_epochs_in_a_row_show_both_sides_of_every_image(
     assert torch.equal(even[mirrored], images[mirrored].flip(2))
 
 
-def test_pixels_are_normalised_with_the_statistics_of_their_channel(task: Cifar10) -> None:
+def test_pixels_are_normalized_with_the_statistics_of_their_channel(task: Cifar10) -> None:
     images, _ = first(task, 5)
     expected = (images.double() - torch.tensor(PIXEL_MEAN)) / torch.tensor(PIXEL_DEVIATION)
     torch.testing.assert_close(NormalizeImages()(images), expected.permute(0, 3, 1, 2).float())

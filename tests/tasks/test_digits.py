@@ -53,7 +53,7 @@ def test_a_digit_moves_by_at_most_the_shift_and_a_sample_s_move_does_not_depend_
     images[:, 0, 3, 4] = 1.0
     moved, _ = Digits(shift=1.0).augment((images, torch.zeros(50)), keys(list(range(50))))
     along = torch.arange(8.0)
-    # the ink's centre
+    # the ink's center
     rows, columns = moved.sum((1, 3)) @ along - 3.0, moved.sum((1, 2)) @ along - 4.0
     assert float(torch.stack([rows, columns]).abs().max()) <= 1.0
     assert float(rows.std()) > 0.4  # uniform in [-1, 1] has 0.58

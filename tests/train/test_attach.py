@@ -243,7 +243,7 @@ GUARANTEES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", GUARANTEES)
-def test_data_are_labelled_by_what_going_on_in_them_would_take(kind: str, tmp_path: Path) -> None:
+def test_data_are_labeled_by_what_going_on_in_them_would_take(kind: str, tmp_path: Path) -> None:
     data, label = GUARANTEES[kind]
     assert find_guarantee(data)[0] == label
     loop = Loop()

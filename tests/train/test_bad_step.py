@@ -222,7 +222,7 @@ class Network(Small):
                 nn.Flatten(),
                 nn.Linear(16, 3),
             )
-        if self.kind == "normalised":
+        if self.kind == "normalized":
             return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         if self.kind == "bounded":
             return nn.Sequential(
@@ -235,7 +235,7 @@ class Network(Small):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-@pytest.mark.parametrize("kind", ["plain", "normalised", "convolutions", "bounded"])
+@pytest.mark.parametrize("kind", ["plain", "normalized", "convolutions", "bounded"])
 @pytest.mark.parametrize("clip", [0.0, 1.0])
 def test_a_learning_rate_of_a_billion_ends_with_the_cause_within_few_steps(
     kind: str, optimizer: str, clip: float, tmp_path: Path

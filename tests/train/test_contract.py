@@ -198,7 +198,7 @@ def test_a_count_below_one_is_a_sum_of_weights_and_divides_like_any_other(as_ten
 
 
 class Cells:
-    """A two-layer net without normalisation or dropout over 640 rows; counts its forward passes."""
+    """A two-layer net without normalization or dropout over 640 rows; counts its forward passes."""
 
     def __init__(self, num_rows: int = 640) -> None:
         self.num_rows, self.passes = num_rows, 0

@@ -41,7 +41,7 @@ def make(folder: Path) -> Many:
         parts = [
             (f"{number:03d}.{name}", part)
             for number in numbers
-            for name, part in (("png", image(colour=number)), ("cls", b"1"))
+            for name, part in (("png", image(color=number)), ("cls", b"1"))
         ]
         write_tar(folder / "tars" / f"{shard}.tar", parts)
     return Many(str(folder / "tars"), str(folder / "cache"))

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.parallel.replicate import Replicas
-from surefoot.components.profiler.tracing.analysis import analyse
-from surefoot.components.profiler.tracing.collectives import CollectiveStats, find_collectives
+from surefoot.components.profiler.tracing.analysis import analyze
+from surefoot.components.profiler.tracing.collectives import find_collectives
 from surefoot.components.profiler.tracing.trace import OPERATOR, RANGE, Slice, Trace
 from surefoot.components.profiler.tracing.window import Window
 from surefoot.contract.spec import RunSpec
@@ -90,7 +90,7 @@ def test_what_is_sent_beside_the_backward_pass_is_overlapped_and_what_is_sent_af
 ) -> None:
     run_ranks(2, lambda rank: profiled(tmp_path / "run", at_the_end=at_the_end), tmp_path / "ranks")
     for home in (tmp_path / "run", tmp_path / "run" / "ranks" / "1"):
-        found = analyse(home / "profile" / "trace.json.gz").collectives
+        found = analyze(home / "profile" / "trace.json.gz").collectives
         assert found is not None
         buckets = [each for each in found if each.num_calls == 3 and each.name in SIZES]
         assert [each.name for each in buckets] == SIZES
@@ -98,20 +98,15 @@ def test_what_is_sent_beside_the_backward_pass_is_overlapped_and_what_is_sent_af
         assert all(each.backward_ends_s is not None for each in buckets)
         # the last one has no more to run beside
         assert [each.num_early for each in buckets[:2]] == ([0, 0] if at_the_end else [3, 3])
-        if not at_the_end:
+        if not at_the_end:  # how much of them is overlapped depends on who else computes
             assert early.begins_s < late.begins_s
-        if home.name == "run":  # how much of them is overlapped depends on who else computes
-            assert share(buckets[:2]) < 0.1 if at_the_end else share(buckets[:2]) > 0.1
+            assert early.overlapped_s > 0.0
 
 
 SIZES = [
     f"a sum of {4 * (numbers + tensors)} bytes"
     for numbers, tensors in ((64 + 1, 2), (64 * 64 + 64, 2), (64 * 64 + 64, 2))
 ]
-
-
-def share(found: list[CollectiveStats]) -> float:
-    return sum(each.overlapped_s for each in found) / sum(each.lasts_s for each in found)
 
 
 def at(start: int, end: int, name: str, category: str, thread: int = 1) -> Slice:

@@ -54,7 +54,7 @@ class Scaled(nn.Module):
 
 
 class Centers(nn.Module):
-    """A loss with weights of its own: the squared distance to the centre of a sample's class."""
+    """A loss with weights of its own: the squared distance to the center of a sample's class."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ from surefoot.control.diagnose import (
     find_health,
     find_phases,
 )
-from surefoot.core.cost.roofline import FILE, Utilisation, read_utilisation
+from surefoot.core.cost.roofline import FILE, Utilization, read_utilization
 from surefoot.core.errors import RunFolderError
 from surefoot.core.units import UNKNOWN, format_number, format_percent, format_throughput
 
@@ -146,10 +146,10 @@ class Past:
         """Return the mean training loss of the record that ends at `step`, or None."""
         return next((number(each.loss) for each in self.steps if each.step == step), None)
 
-    def utilisation(self) -> Utilisation | None:
+    def utilization(self) -> Utilization | None:
         """Return what `surefoot roofline` counted for a step of this run, or None."""
         try:
-            return read_utilisation(files.read_text(self.folder, FILE))
+            return read_utilization(files.read_text(self.folder, FILE))
         except (OSError, UnicodeDecodeError):
             return None
 

@@ -180,10 +180,10 @@ def _profile_run(
 
 
 def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
-    from surefoot.components.profiler.tracing.analysis import TRACE_FILE, analyse, draw
+    from surefoot.components.profiler.tracing.analysis import TRACE_FILE, analyze, draw
     from surefoot.components.profiler.tracing.nsight import render
 
-    found = analyse(folder / TRACE_FILE)
+    found = analyze(folder / TRACE_FILE)
     files = [folder / TRACE_FILE, *draw(found, folder)]
     commands = render(words, folder, world_size=place.here().world_size)
     row = {
@@ -198,9 +198,9 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
 
 def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
     """Print the analysis of an existing trace of any loop; draw it only if `run` is given."""
-    from surefoot.components.profiler.tracing.analysis import analyse, draw
+    from surefoot.components.profiler.tracing.analysis import analyze, draw
 
-    found = analyse(path)
+    found = analyze(path)
     files = [] if run is None else draw(found, run / "profile")
     row = {"given": str(path), "files": list(map(str, files)), **_row(found)}
     options.print_result(row, _print, found, files, {}, json=json)

@@ -263,7 +263,7 @@ def describe_end(past: Past) -> Iterator[tuple[str, str]]:
             ),
         )
     yield "throughput", past.throughput
-    yield "model FLOPs", _utilisation(past)
+    yield "model FLOPs", _utilization(past)
     yield "peak memory", format_bytes(past.peak_bytes)
     if (found := past.memory) is not None:
         predicted, measured = (
@@ -296,9 +296,9 @@ def _quote_for_shell(path: object) -> str:
     return shlex.quote(str(path))
 
 
-def _utilisation(past: Past) -> str:
+def _utilization(past: Past) -> str:
     """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
-    found = past.utilisation()
+    found = past.utilization()
     return (
         f"{UNKNOWN} (to count them: surefoot roofline {_quote_for_shell(past.folder)})"
         if found is None
@@ -340,7 +340,7 @@ def describe_reproduction(past: Past) -> Pairs:
 
 def as_row(past: Past) -> dict[str, Any]:
     """Return the summary as one object; non-finite values are null."""
-    started, ended, best, use = past.started, past.ended, past.best, past.utilisation()
+    started, ended, best, use = past.started, past.ended, past.best, past.utilization()
     return {
         **past.as_row(),
         "spec": started.spec,

@@ -224,7 +224,7 @@ def _pairs(found: MeasuredRooflinePoint) -> list[tuple[str, str]]:
         ("time", f"{step} for {found.num_samples} samples, the median of {found.num_steps}"),
         ("operators", f"{inside}; {outside} outside of operators: Python and launching operators"),
         ("model FLOPs", f"{format_giga(found.model_flops)} GFLOP in matmuls, of {total} in total"),
-        ("MFU", found.utilisation.words(found.samples_per_s)),
+        ("MFU", found.utilization.words(found.samples_per_s)),
         ("fusible", f"{fusible}: pointwise, norms, sums, copies, limited by memory"),
     ]
     if found.again_flops:
@@ -301,7 +301,7 @@ def _draw(found: MeasuredRooflinePoint) -> None:
     from surefoot.core.cost.roofline import attainable_flops_per_s
 
     peak, bytes_per_s = (
-        found.peaks.flops_per_s.get(found.utilisation.dtype),
+        found.peaks.flops_per_s.get(found.utilization.dtype),
         found.peaks.bytes_per_s,
     )
     drawn = [
@@ -318,7 +318,7 @@ def _draw(found: MeasuredRooflinePoint) -> None:
     )
     x = sorted({*at, *(low + (high - low) * part / 60 for part in range(61))})
     curves: dict[str, list[float | None]] = {
-        f"roof, {found.utilisation.dtype}": [
+        f"roof, {found.utilization.dtype}": [
             attainable_flops_per_s(10**each, peak, bytes_per_s) / 1e9 for each in x
         ]
     }

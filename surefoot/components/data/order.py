@@ -145,7 +145,7 @@ class Keys:
         """
         return torch.from_numpy(
             (self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-        ).to(self.device)
+        ).to(self.device, non_blocking=True)
 
     def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return integers in [low, high), int64, shape (batch, draws).
@@ -153,7 +153,9 @@ class Keys:
         The bias is under (high - low) / 2**32.
         """
         wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
-        return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low).to(self.device)
+        return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low).to(
+            self.device, non_blocking=True
+        )
 
     def normal(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return standard normal numbers, float32, shape (batch, draws).
@@ -162,7 +164,7 @@ class Keys:
         """
         uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         found: torch.Tensor = torch.special.ndtri(torch.from_numpy(uniform)).float()
-        return found.to(self.device)
+        return found.to(self.device, non_blocking=True)
 
 
 def check_ids(ids: np.ndarray, length: int) -> None:

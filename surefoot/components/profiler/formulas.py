@@ -404,11 +404,11 @@ FORMULAS: dict[Any, tuple[str, Formula]] = {
         each: ("attention", partial(_attention_backward, causal_at=at))
         for each, at in ATTENTION_BACKWARD.items()
     },
-    **{each: ("normalisation", partial(_norm, packet=each)) for each in NORMS},
-    **dict.fromkeys(BATCH_NORMS, ("normalisation", _batch_norm)),
-    **{each: ("normalisation", partial(_norm_backward, packet=each)) for each in NORMS_BACKWARD},
+    **{each: ("normalization", partial(_norm, packet=each)) for each in NORMS},
+    **dict.fromkeys(BATCH_NORMS, ("normalization", _batch_norm)),
+    **{each: ("normalization", partial(_norm_backward, packet=each)) for each in NORMS_BACKWARD},
     **{
-        each: ("normalisation", partial(_per_result, flops=flops))
+        each: ("normalization", partial(_per_result, flops=flops))
         for each, flops in SOFTMAXES.items()
     },
     **{each: ("pointwise", partial(_per_result, flops=flops)) for each, flops in DROPOUTS.items()},

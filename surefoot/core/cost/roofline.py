@@ -19,7 +19,7 @@ FILE = "profile/roofline.json"  # in a run folder
 Bound = Literal["compute", "memory"]
 Kind = Literal["module", "operator"]
 # what a compiler fuses into adjacent operators, saving memory traffic
-FUSIBLE = {"pointwise", "normalisation", "reduction", "move"}
+FUSIBLE = {"pointwise", "normalization", "reduction", "move"}
 MFU = "model FLOPs of a sample x samples/s / peak FLOP/s"
 
 
@@ -174,7 +174,7 @@ def format_giga(value: float | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Utilisation:
+class Utilization:
     """Model FLOPs utilization with its terms; `source` is the origin of the peak."""
 
     flops_per_sample: float
@@ -194,7 +194,7 @@ class Utilisation:
     def words(self, samples_per_s: float | None) -> str:
         """Return the formula with its values.
 
-        >>> Utilisation(
+        >>> Utilization(
         ...     flops_per_sample=2e6, peak_flops_per_s=1e11, dtype="fp32", source="measured"
         ... ).words(5000.0)
         '10 % = 0.002 GFLOP a sample x 5000 samples/s / 100 GFLOP/s (fp32, measured)'
@@ -207,18 +207,19 @@ class Utilisation:
         return f"{format_percent(self.share(samples_per_s))} = {terms} / {peak}"
 
 
-def read_utilisation(text: str) -> Utilisation | None:
+def read_utilization(text: str) -> Utilization | None:
     """Return the utilization in the text of `roofline.json`.
 
     None where the text is invalid or of another version.
     """
     try:
         row = json.loads(text)
-        found: Mapping[str, Any] = row["utilisation"]
+        # the previous release wrote the second
+        found: Mapping[str, Any] = row["utilization" if "utilization" in row else "utilisation"]
         peak = found["peak_flops_per_s"]
         if row["version"] != VERSION:
             return None
-        return Utilisation(
+        return Utilization(
             flops_per_sample=float(found["flops_per_sample"]),
             peak_flops_per_s=None if peak is None else float(peak),
             dtype=str(found["dtype"]),

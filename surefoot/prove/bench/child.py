@@ -27,7 +27,7 @@ def main(words: Sequence[str] | None = None) -> None:
     elapsed_s: list[float] = []
     try:
         with Rehearsal(spec_file.read_written(asked.spec), steps=asked.calls) as rehearsal:
-            rehearsal.synchronise()
+            rehearsal.synchronize()
             for _ in range(asked.calls):
                 started_s = time.perf_counter()
                 rehearsal.take(asked.mode)

@@ -137,15 +137,15 @@ def time_calls(group: Group, job: Callable[[], object], calls: int, warmup: int)
     for number in range(-warmup, calls):
         if number <= 0:
             group.most([0.0])  # all ranks start the warm-up, and the counted calls, at once
-            _synchronise(group)
+            _synchronize(group)
         started_s = time.perf_counter()
         job()
-        _synchronise(group)
+        _synchronize(group)
         found.append(time.perf_counter() - started_s)
     return group.most(found[warmup:])
 
 
-def _synchronise(group: Group) -> None:
+def _synchronize(group: Group) -> None:
     if group.device.type == "cuda":
         torch.cuda.synchronize(group.device)
 

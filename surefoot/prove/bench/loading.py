@@ -151,7 +151,7 @@ class Trials:
 
         Return samples per second, and the share of the time that the steps waited for data.
         """
-        self._rehearsal.synchronise()
+        self._rehearsal.synchronize()
         begun_s, samples, waiting_s, done = time.perf_counter(), 0, 0.0, 0
         while done < (count or MIN_STEPS) or (
             count is None and time.perf_counter() - begun_s < self._seconds
@@ -159,7 +159,7 @@ class Trials:
             self._step, done = self._step + 1, done + 1
             report = self._stepper(self._step)
             samples, waiting_s = samples + report.num_samples, waiting_s + report.waiting_s
-        self._rehearsal.synchronise()
+        self._rehearsal.synchronize()
         elapsed_s = time.perf_counter() - begun_s
         return samples / elapsed_s, waiting_s / elapsed_s
 

@@ -22,7 +22,7 @@ from surefoot.core.cost.roofline import (
     VERSION,
     OperatorWork,
     Point,
-    Utilisation,
+    Utilization,
     find_point,
     fusible_share,
 )
@@ -57,7 +57,7 @@ class MeasuredRooflinePoint:
     model_flops: float
     again_flops: float
     rule_flops: float | None
-    utilisation: Utilisation
+    utilization: Utilization
     fusible_share: float | None
     unknown: tuple[str, ...]
     load: float | None
@@ -73,7 +73,7 @@ class MeasuredRooflinePoint:
 
     def as_row(self) -> dict[str, Any]:
         """Return the contents of `roofline.json`."""
-        use = self.utilisation
+        use = self.utilization
         return {
             "version": VERSION,
             "device": self.peaks.device,
@@ -91,7 +91,7 @@ class MeasuredRooflinePoint:
             "rule_of_thumb_flops": self.rule_flops,
             "mfu": use.share(self.samples_per_s),
             "mfu_formula": f"{MFU}: {use.words(self.samples_per_s)}",
-            "utilisation": {
+            "utilization": {
                 "flops_per_sample": use.flops_per_sample,
                 "peak_flops_per_s": use.peak_flops_per_s,
                 "dtype": use.dtype,
@@ -166,7 +166,7 @@ def _make_roofline_point(
         model_flops=model_flops,
         again_flops=counters[-1].again_flops,
         rule_flops=_rule_flops(rehearsal, whole),
-        utilisation=_utilisation(whole, model_flops / rehearsal.num_samples, published or peaks),
+        utilization=_utilization(whole, model_flops / rehearsal.num_samples, published or peaks),
         fusible_share=fusible_share(points),
         unknown=tuple(sorted(counters[-1].unknown)),
         load=None,
@@ -199,7 +199,7 @@ def _points(counters: list[Counter], whole: list[OperatorWork], peaks: Peaks) ->
     return (*operators, *sorted(modules, key=lambda point: -point.elapsed_s))
 
 
-def _utilisation(whole: list[OperatorWork], flops_per_sample: float, peaks: Peaks) -> Utilisation:
+def _utilization(whole: list[OperatorWork], flops_per_sample: float, peaks: Peaks) -> Utilization:
     """Return the utilization, relative to the peak of the dtype with most of the model's FLOPs.
 
     The peak is the maker's for a known GPU, else the one measured on this machine.
@@ -213,7 +213,7 @@ def _utilisation(whole: list[OperatorWork], flops_per_sample: float, peaks: Peak
         if peaks.threads is None
         else f", {peaks.threads} thread{'' if peaks.threads == 1 else 's'}"
     )
-    return Utilisation(
+    return Utilization(
         flops_per_sample=flops_per_sample,
         peak_flops_per_s=peaks.flops_per_s.get(dtype),
         dtype=dtype,

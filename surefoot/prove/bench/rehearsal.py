@@ -62,9 +62,9 @@ class Rehearsal:
         else:
             self._compute(with_gradients=mode == "backward")
         self.num_taken += 1
-        self.synchronise()
+        self.synchronize()
 
-    def synchronise(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has finished its queued work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

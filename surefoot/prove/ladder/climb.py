@@ -315,9 +315,9 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
     ranks = looks(most)
     if len(ratios) not in ranks:
         return False
-    against, favourable = sum(ratio >= 1 for ratio in ratios), sum(ratio <= 1 for ratio in ratios)
+    against, favorable = sum(ratio >= 1 for ratio in ratios), sum(ratio <= 1 for ratio in ratios)
     return (
-        min(against, favourable) <= ranks[len(ratios)]
+        min(against, favorable) <= ranks[len(ratios)]
         or against > max(ranks.values())
         or median(ratios) > WORTH
     )

@@ -66,7 +66,7 @@ class TraceAnalysis:
         }
 
 
-def analyse(path: Path) -> TraceAnalysis:
+def analyze(path: Path) -> TraceAnalysis:
     """Read a trace, with the facts file of its Profiler.
 
     Raises:
@@ -121,7 +121,7 @@ def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
     """Write the tables and flame graphs of a trace; return their paths.
 
     Args:
-        found: The trace, as `analyse` returns it.
+        found: The trace, as `analyze` returns it.
         folder: Folder of the files.
 
     Raises:

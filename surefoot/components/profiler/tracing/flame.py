@@ -138,12 +138,12 @@ def _group(box: FlameBox, whole_ns: int) -> str:
         f'<g class="f" tabindex="0" data-x="{box.left_ns}" data-w="{box.total_ns}" '
         f'data-y="{box.row}" data-n="{_text(name)}">'
         f'<title>{_text(tooltip)}</title><rect x="{x:.2f}" y="{y}" width="{max(wide, 0.5):.2f}" '
-        f'height="{ROW - 1}" fill="{_colour(name)}"/>'
+        f'height="{ROW - 1}" fill="{_color(name)}"/>'
         f'<text x="{x + 3:.2f}" y="{y + 12.5}">{_text(shown)}</text></g>'
     )
 
 
-def _colour(name: str) -> str:
+def _color(name: str) -> str:
     """Return a color that depends only on the name: warm for operators, blue for Python, green for
     modules and ranges."""
     spread = zlib.crc32(name.encode("utf-8", "replace"))
