@@ -23,6 +23,7 @@ from typing import Any
 from surefoot.control.launch.forks import MAX_BYTES, name_process
 from surefoot.core import place
 from surefoot.core.process import signals
+from surefoot.core.process.forked import uses_gpu
 
 MAX_DESCRIPTORS = 8
 ENDINGS = tuple(getattr(signal, name) for name in signals.ENDINGS if hasattr(signal, name))
@@ -95,11 +96,8 @@ def _can_fork() -> bool:
 
     A monitoring agent, for example, starts a second thread.
     """
-    cuda = sys.modules["torch.cuda"]
     return (
-        threading.active_count() == 1
-        and len(os.listdir("/proc/self/task")) == 1
-        and not cuda.is_initialized()
+        threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1 and not uses_gpu()
     )
 
 

@@ -23,14 +23,7 @@ def moved_to(home: str, package: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         if importlib.util.find_spec(f"{package}.{name}") is not None:
             return importlib.import_module(f"{package}.{name}")
-        now = RENAMED.get(name, name)
-        value = getattr(importlib.import_module(home), now)
-        warnings.warn(
-            f"{package}.{name} is now {home}.{now}; the old path goes in the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return value
+        return _find(f"{package}.{name}", home, RENAMED.get(name, name), "path")
 
     return find
 
@@ -39,14 +32,19 @@ def renamed_in(module: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a module whose names in `RENAMED` were spelled so before."""
 
     def find(name: str) -> Any:
-        now, value = RENAMED.get(name), importlib.import_module(module)
-        if now is None or not hasattr(value, now):
+        now = RENAMED.get(name)
+        if now is None or not hasattr(importlib.import_module(module), now):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(
-            f"{module}.{name} is now {module}.{now}; the old name goes in the next release",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return getattr(value, now)
+        return _find(f"{module}.{name}", module, now, "name")
 
     return find
+
+
+def _find(old: str, home: str, now: str, what: str) -> Any:
+    value = getattr(importlib.import_module(home), now)
+    warnings.warn(
+        f"{old} is now {home}.{now}; the old {what} goes in the next release",
+        DeprecationWarning,
+        stacklevel=3,  # where the name is asked for
+    )
+    return value

@@ -139,7 +139,7 @@ class Cifar10:
         # alternating flip (Jordan 2024): drawn once a sample, then exchanged each epoch: two epochs
         # see both sides of all
         first = dataclasses.replace(keys, epoch=0).integers(0, 2, stream=1)[:, 0]
-        return mirror(images, ((first + keys.epoch) % 2 == 1).to(images.device)), labels
+        return mirror(images, (first + keys.epoch) % 2 == 1), labels
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Return class scores (B, 10), in evaluation averaged over the views.

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from surefoot.core.process.forked import uses_gpu
+
 
 def cuda_states() -> list[torch.Tensor]:
     """Return the random state of each GPU; none in a process that has not used CUDA, which asking
     would initialize."""
-    is_used: Any = torch.cuda.is_initialized
-    return torch.cuda.get_rng_state_all() if is_used() else []
+    return torch.cuda.get_rng_state_all() if uses_gpu() else []
 
 
 def random_states() -> dict[str, Any]:

@@ -143,9 +143,8 @@ class Keys:
 
         Another `stream` gives independent numbers.
         """
-        return torch.from_numpy(
-            (self._bits(draws, stream) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-        ).to(self.device, non_blocking=True)
+        drawn = (self._bits(draws, stream) >> np.uint64(40)).astype(np.float32)
+        return self._there(torch.from_numpy(drawn * np.float32(2.0**-24)))
 
     def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return integers in [low, high), int64, shape (batch, draws).
@@ -153,9 +152,7 @@ class Keys:
         The bias is under (high - low) / 2**32.
         """
         wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
-        return torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low).to(
-            self.device, non_blocking=True
-        )
+        return self._there(torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low))
 
     def normal(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
         """Return standard normal numbers, float32, shape (batch, draws).
@@ -163,8 +160,11 @@ class Keys:
         They can be the noise of a diffusion model or of a generator.
         """
         uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-        found: torch.Tensor = torch.special.ndtri(torch.from_numpy(uniform)).float()
-        return found.to(self.device, non_blocking=True)
+        return self._there(torch.special.ndtri(torch.from_numpy(uniform)).float())
+
+    def _there(self, drawn: torch.Tensor) -> torch.Tensor:
+        # no wait: CUDA stages what lies in pageable memory before the call returns
+        return drawn.to(self.device, non_blocking=True)
 
 
 def check_ids(ids: np.ndarray, length: int) -> None:

@@ -31,8 +31,9 @@ class LiveBuffers:
         self._slots = [(module, name) for module in model.modules() for name in module._buffers]
         # buffers that a pass replaces by another tensor, fills or drops, or that are sparse
         self._moving: list[Slot] = []
-        self._held: list[Tensor | None] = []
-        self._copies: list[Tensor | None] = [None] * len(self._slots)
+        # a tensor each, or None
+        self._held: list[Any] = []
+        self._copies: list[Any] = [None] * len(self._slots)
         # copies and originals by dtype: one kernel for all of one dtype
         self._kinds: list[tuple[list[Tensor], list[Tensor]]] = []
         self._is_settled = not self._slots
@@ -83,7 +84,7 @@ class LiveBuffers:
         ]
         self._is_settled = True
 
-    def _hold(self, held: list[Tensor | None]) -> None:
+    def _hold(self, held: list[Any]) -> None:
         """Hold these tensors, each with a copy of its form; the copies of dense ones are filled by
         `keep`."""
         self._held = held
@@ -93,7 +94,7 @@ class LiveBuffers:
         ]
         kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
         for copy, original in zip(self._copies, held, strict=True):
-            if original is not None and copy is not None and lie_alike(original, copy):
+            if lie_alike(original, copy):
                 copies, originals = kinds.setdefault(original.dtype, ([], []))
                 copies.append(copy)
                 originals.append(original)
@@ -106,12 +107,11 @@ class LiveBuffers:
         self._settle_attributes()
         if not self._is_settled:
             self._drop_unchanged()
-        now: list[Any] = [getattr(*slot) for slot in self._slots]
-        copies: list[Any] = self._copies
-        if isinstance(applied, Tensor) and all(map(lie_alike, now, copies)):
+        now = [getattr(*slot) for slot in self._slots]
+        if isinstance(applied, Tensor) and all(map(lie_alike, now, self._copies)):
             if self._attributes is not None:
                 self._attributes.restore_unless(applied)
-            for tensor, copy in zip(now, copies, strict=True):
+            for tensor, copy in zip(now, self._copies, strict=True):
                 tensor.copy_(torch.where(applied, tensor, copy))
         elif not applied:  # the host waits where a buffer has another form than before
             self.restore()

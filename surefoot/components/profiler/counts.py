@@ -29,6 +29,7 @@ from surefoot.components.profiler.formulas import COMPLEX, count
 from surefoot.components.profiler.phases.device_line import make_cuda_event
 from surefoot.components.profiler.whereabouts import ModuleFollower
 from surefoot.core.cost.roofline import OperatorWork
+from surefoot.core.process.forked import uses_gpu
 
 WHOLE = ""  # the name of the step itself among the modules
 
@@ -88,8 +89,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         # events of a GPU say nothing about an operator on the CPU beside it
-        is_used: Any = torch.cuda.is_initialized
-        events = (make_cuda_event(), make_cuda_event()) if is_used() else None
+        events = (make_cuda_event(), make_cuda_event()) if uses_gpu() else None
         if events is not None:
             events[0].record()
         started_s = time.perf_counter()

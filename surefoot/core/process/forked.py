@@ -46,6 +46,14 @@ class OwningProcess:
             )
 
 
+def uses_gpu() -> bool:
+    """Return whether this process has used CUDA, which a process forked from it then cannot use.
+
+    Neither imports torch nor initializes CUDA.
+    """
+    return bool(getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)())
+
+
 def call_in_children(owner: Any, call: Callable[[Any], None]) -> None:
     """Call `call(owner)` in every process forked from this one while `owner` lives.
 
@@ -80,7 +88,7 @@ def never_end_in_children(owner: Any) -> None:
 def _hold() -> None:
     # strong references, before the fork: a collection in the child finds them in use
     _forking.held = list(_kept)
-    _forking.uses_gpu = getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)()
+    _forking.uses_gpu = uses_gpu()
 
 
 def _let_go() -> None:

@@ -9,6 +9,7 @@ from typing import Any, Self, final
 import torch
 
 from surefoot.components.profiler.phases.device_line import make_cuda_event
+from surefoot.core.process.forked import uses_gpu
 
 
 @final
@@ -57,6 +58,5 @@ def timed(device: str | torch.device | None = None) -> Timed:
         device: The device; by default the GPU once this process uses one, else the CPU.
     """
     if device is None:
-        is_used: Any = torch.cuda.is_initialized
-        device = "cuda" if is_used() else "cpu"
+        device = "cuda" if uses_gpu() else "cpu"
     return Timed(torch.device(device))
