@@ -72,7 +72,8 @@ def ends_own_handler() -> bool:
     def handle() -> None:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
         ready.set()
-        time.sleep(10 * PATIENCE_S)
+        while True:  # a signal just before a long sleep would be handled only after it
+            time.sleep(0.05)
 
     ready = FORK.Event()
     child = FORK.Process(target=handle, daemon=True)

@@ -5,6 +5,7 @@ They are joined by gloo on the loopback, and ended under a deadline.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import socket
@@ -22,6 +23,7 @@ from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.join import join
 
 DEADLINE_S = 240.0
+TRACED_AT = 0.9  # of the deadline: where each rank stands then is written down
 CPU = torch.device("cpu")
 
 
@@ -39,7 +41,7 @@ def run_ranks(
     folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8) as meeting:
         pids = [
-            _fork(rank, num_ranks, meeting, job, folder / f"rank-{rank}.json")
+            _fork(rank, num_ranks, meeting, job, folder / f"rank-{rank}.json", TRACED_AT * within_s)
             for rank in range(num_ranks)
         ]
     until_s = time.monotonic() + within_s
@@ -51,9 +53,9 @@ def run_ranks(
         os.kill(pid, 9)
         os.waitpid(pid, 0)
     if left:
-        raise RankFailed(
-            f"ranks {[pids.index(pid) for pid in sorted(left)]} were still there after {within_s} s"
-        )
+        ranks = sorted(pids.index(pid) for pid in left)
+        stood = [f"rank {rank}:\n{(folder / f'rank-{rank}.trace').read_text()}" for rank in ranks]
+        raise RankFailed(f"ranks {ranks} were still there after {within_s} s\n" + "\n".join(stood))
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
@@ -84,12 +86,19 @@ def together(
 
 
 def _fork(
-    rank: int, num_ranks: int, meeting: socket.socket, job: Callable[[int], Any], result: Path
+    rank: int,
+    num_ranks: int,
+    meeting: socket.socket,
+    job: Callable[[int], Any],
+    result: Path,
+    traced_s: float,
 ) -> int:
     pid = os.fork()
     if pid:
         return pid
     try:
+        trace = result.with_suffix(".trace").open("w")
+        faulthandler.dump_traceback_later(traced_s, file=trace)
         torch.set_num_threads(1)
         os.environ |= {
             "RANK": str(rank),
@@ -105,12 +114,12 @@ def _fork(
         try:
             found = job(rank)
         except BaseException as error:  # noqa: BLE001 - it must not go on as the tests
-            kind, trace = type(error).__name__, traceback.format_exc()
+            kind = type(error).__name__
             found = {
                 "error": str(error),
                 "kind": kind,
                 "code": getattr(error, "exit_code", None),
-                "trace": trace,
+                "trace": traceback.format_exc(),
             }
         draft = result.with_suffix(".draft")
         draft.write_text(json.dumps(found))
