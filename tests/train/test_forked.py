@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import surefoot
@@ -267,36 +269,86 @@ class Ending:
 
 
 def test_what_is_finalized_in_its_own_process_is_not_in_a_child(tmp_path: Path) -> None:
-    cycle: list[Any] = [Ending(tmp_path / "ended")]
-    cycle.append(cycle)
-    forked.never_end_in_children(cycle[0])
-    gc.disable()
-    try:
-        del cycle
-        assert in_child(gc.collect) == 0
-        assert not (tmp_path / "ended").exists()
-        gc.collect()
-    finally:
-        gc.enable()
+    held = [Ending(tmp_path / "ended")]
+    forked.never_end_in_children(held[0])
+    assert in_child(held.clear) == 0
+    assert not (tmp_path / "ended").exists()
+    held.clear()
     assert (tmp_path / "ended").read_text() == f"{os.getpid()}\n"
 
 
-@pytest.mark.parametrize("uses_gpu", [True, False])
-def test_a_child_of_a_process_that_uses_a_gpu_frees_nothing_that_it_inherits(
-    uses_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """To free a stream, an event or pinned memory of CUDA in a child aborts it."""
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: uses_gpu)
-    cycle: list[Any] = [Ending(tmp_path / "ended")]
+def cycle_of(held: Any) -> None:
+    """Leave `held` in garbage that only a collection finds."""
+    cycle: list[Any] = [held]
     cycle.append(cycle)
+
+
+def destroyed_group(folder: Path) -> Any:
+    """A process group of gloo: what frees it waits for its threads."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dist.all_reduce(torch.ones(3))
+        return dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def open_generator(folder: Path) -> Any:
+    """A generator that is not at its end: what frees it runs its `finally`."""
+
+    def read() -> Iterator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            (folder / "ended").write_text(str(os.getpid()))
+
+    rows = read()
+    next(rows)
+    return rows
+
+
+def temporary_folder(folder: Path) -> Any:
+    """A temporary folder: what frees it deletes its files."""
+    held = tempfile.TemporaryDirectory(dir=folder)
+    held.cycle = held  # type: ignore[attr-defined]
+    return held
+
+
+INHERITED = (
+    destroyed_group,
+    open_generator,
+    temporary_folder,
+    lambda folder: Ending(folder / "ended"),
+)
+
+
+@pytest.mark.parametrize("make", INHERITED, ids=["group", "generator", "folder", "finalizer"])
+def test_a_child_frees_no_garbage_of_its_parent(
+    make: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    def act() -> None:
+        signal.alarm(60)
+        gc.collect()
+
     gc.disable()
     try:
-        del cycle
-        assert in_child(gc.collect) == 0
-        assert (tmp_path / "ended").exists() is not uses_gpu
-        gc.collect()
+        cycle_of(make(tmp_path))
+        before = sorted(tmp_path.iterdir())
+        assert in_child(act) == 0
+        assert sorted(tmp_path.iterdir()) == before
     finally:
         gc.enable()
+
+
+def test_a_child_frees_its_own_garbage(tmp_path: Path) -> None:
+    def act() -> None:
+        cycle_of(Ending(tmp_path / "ended"))
+        gc.collect()
+        os._exit(0 if (tmp_path / "ended").exists() else 1)
+
+    assert in_child(act) == 0
 
 
 def test_a_child_hears_a_signal_of_the_job_without_a_word_and_the_second_as_it_did_before(

@@ -88,7 +88,6 @@ def never_end_in_children(owner: Any) -> None:
 def _hold() -> None:
     # strong references, before the fork: a collection in the child finds them in use
     _forking.held = list(_kept)
-    _forking.uses_gpu = uses_gpu()
 
 
 def _let_go() -> None:
@@ -97,9 +96,9 @@ def _let_go() -> None:
 
 def _begin_child() -> None:
     _inherited.extend(_forking.held)
-    if _forking.uses_gpu:
-        # to free what lies on a GPU aborts a process that cannot use it: leave it where it is
-        gc.freeze()
+    # Leave the parent's garbage where it is. To free a destroyed process group waits for ever for
+    # threads that the child does not have; to free what lies on a GPU aborts the child.
+    gc.freeze()
     # the workers of the parent: multiprocessing ends those in its list at exit, whichever process
     # started them
     getattr(sys.modules.get("multiprocessing.process"), "_children", set()).clear()
