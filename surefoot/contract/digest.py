@@ -280,7 +280,7 @@ def _read_some(descriptor: int, block: memoryview, start: int) -> int:
 def set_direct(descriptor: int, *, wanted: bool) -> bool:
     """Switch direct reads and writes of an open file on or off; return whether that changed.
 
-    Raises OSError where the file system refuses.
+    Raises OSError if the file system refuses.
     """
     if not DIRECT:
         return False

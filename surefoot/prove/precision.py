@@ -28,7 +28,7 @@ def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tu
 
     Return the precision of the spec (bf16 is tried for a spec in fp32) and the comparison. Where
     `seeds` pairs show a worse score, twice as many more are run, and all of them decide. Raises
-    InputError for too few seeds or no steps, SpecError for a task without a name, TaskError where a
+    InputError for too few seeds or no steps, SpecError for a task without a name, TaskError if a
     run fails or has no score.
     """
     if seeds < MIN_SEEDS:

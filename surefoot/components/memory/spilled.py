@@ -137,7 +137,7 @@ def _is_alone(parameter: Tensor) -> bool:
 
 
 def _map(num_bytes: int) -> Any:
-    """Return the memory map of a new file without a name; None where the disk has no space for
+    """Return the memory map of a new file without a name; None if the disk has no space for
     it."""
     try:
         with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:

@@ -12,7 +12,7 @@ previous step, one step of power iteration:
 
 These are sums, not means, and a rank keeps the error of its M_i: the residuals add up to the part
 of the sum that was not sent. The columns of P are orthonormalized by Householder reflections (QR),
-which give orthonormal columns also where P has a lower rank. The columns of Q have length 1; a
+which give orthonormal columns even if P has a lower rank. The columns of Q have length 1; a
 column of zeros is replaced by fixed random numbers, since power iteration would leave it at zero.
 
 Gradients are sums, which a step multiplies by a factor, as 1 / count or 1 / loss scale. A residual

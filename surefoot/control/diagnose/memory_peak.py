@@ -61,7 +61,7 @@ class MeasuredMemory:
 class Remedy:
     """A suggested change, the bytes by which it lowers the peak, and how that is known.
 
-    `saved_bytes` is negative where the peak rises, None where the effect is not known.
+    `saved_bytes` is negative where the peak rises, None if the effect is not known.
     """
 
     change: str
@@ -120,7 +120,7 @@ def find_memory_use(
     measured: Sequence[MeasuredMemory] = (),
     spec_file: str = "SPEC",
 ) -> MemoryUse | None:
-    """Judge the peak memory of the newest attempt among `events`; None where a number is missing.
+    """Judge the peak memory of the newest attempt among `events`; None if a number is missing.
 
     Args:
         events: records of the run, in the order written.

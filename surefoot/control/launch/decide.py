@@ -25,7 +25,7 @@ IN_VAIN = "consecutive attempts ended like this without a new checkpoint"
 
 
 class ExitKind(Enum):
-    """End of an attempt; `is_retried` is True where a restart may help."""
+    """End of an attempt; `is_retried` is True if a restart may help."""
 
     RAISED = "it raised an error"
     ABORTED = "it ended itself with a signal"
@@ -44,7 +44,7 @@ class ExitKind(Enum):
 
 
 class RankFailure(NamedTuple):
-    """End of an attempt, and the slot that is to blame; None where no single slot is."""
+    """End of an attempt, and the slot that is to blame; None if no single slot is."""
 
     how: ExitKind
     place: int | None = None
@@ -99,10 +99,11 @@ class RestartHistory:
 def read_code(code: int) -> ExitKind:
     """Return how a process ended, from its exit code; the code of a signal is negative.
 
-    SIGKILL comes from outside: a user, or the kernel when memory ran out. After SIGSEGV, SIGBUS,
-    SIGILL and SIGFPE the code may be wrong, or the memory of one slot: one restart is worth trying.
-    With SIGABRT and the remaining signals a program ends itself, for example gloo or a failed
-    check.
+    PARTED: the connection to the other ranks was lost. TOLD: another process sent a signal that
+    asks for an end. KILLED: SIGKILL, from a user, or from the kernel when memory ran out. CRASHED:
+    SIGSEGV, SIGBUS, SIGILL or SIGFPE; the cause is the code, or the memory of one slot, so one
+    restart is worth trying. ABORTED: any other signal, with which a program ends itself, such as
+    SIGABRT after a failed check or in gloo. RAISED: any other exit code.
 
     >>> [read_code(each).name for each in (3, 8, 143, -9, -11, -6)]
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']

@@ -98,7 +98,7 @@ def _let_go() -> None:
 def _begin_child() -> None:
     _inherited.extend(_forking.held)
     if _forking.uses_gpu:
-        # to free what lies on a GPU aborts a process that cannot use it: leave it where it is
+        # freeing GPU memory aborts a process that cannot use the GPU: do not free it
         gc.freeze()
     # the workers of the parent: multiprocessing ends those in its list at exit, whichever process
     # started them

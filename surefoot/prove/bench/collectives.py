@@ -51,7 +51,7 @@ class TimedCollective:
 def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
     """Join the group of ranks of which this process is one, on the device that `--device` names.
 
-    Raises InputError where a rank has no device for itself.
+    Raises InputError if a rank has no device for itself.
     """
     try:
         chosen = find_device(device)

@@ -54,7 +54,11 @@ COMMIT_MARKS = {
 
 
 class Line:
-    """The pipe between a trial and its campaign: marks go out, a message to continue comes in."""
+    """The pipe between a trial and its campaign.
+
+    The trial sends marks, texts that name a point that it has reached; the campaign sends a message
+    that lets the trial continue.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

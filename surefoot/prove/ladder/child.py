@@ -85,7 +85,7 @@ def tensors(
 
     For a further seed (`number` > 0), return the first gradients alone. With `unit` every weight,
     and every module's output and its gradient, is multiplied by 1 + r with random |r| <= `unit`:
-    rounding to a format with that unit changes them no more. Raises TaskError where the spec
+    rounding to a format with that unit changes them no more. Raises TaskError if the spec
     compiles, and nothing was compiled.
     """
     found: dict[str, np.ndarray] = {}
@@ -117,7 +117,7 @@ def states(
     The states are those after 0, `steps`, 2 x `steps`, ... plain steps. Plain steps are neither
     compiled nor blurred, so that each comparison starts from the same bits and differences have no
     time to grow. With `units`, draw i of simulated rounding uses unit i, and `floor/...` holds each
-    tensor from the draw that moved it furthest. Raises TaskError where the spec compiles, and
+    tensor from the draw that moved it furthest. Raises TaskError if the spec compiles, and
     nothing was compiled.
     """
     found: dict[str, np.ndarray] = {}

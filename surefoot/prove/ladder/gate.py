@@ -351,7 +351,7 @@ def _join(some: SeedScores | None, more: SeedScores | None) -> SeedScores | None
 
 
 def compare_scores(start: SeedScores | None, rung: SeedScores | None) -> Score | None:
-    """Compare the scores of the seeds that both have; return None where they share none."""
+    """Compare the scores of the seeds that both have; return None if they share none."""
     shared = (
         sorted(start.values.keys() & rung.values.keys())
         if start is not None and rung is not None

@@ -68,7 +68,7 @@ class Rung:
     def on(self, spec: RunSpec) -> RunSpec:
         """Return the spec with this rung.
 
-        Raises SpecError for a key or value that no spec has, InputError where nothing changes.
+        Raises SpecError for a key or value that no spec has, InputError if nothing changes.
         """
         changed = change(spec, self.change)
         if _meaning(changed) == _meaning(spec):

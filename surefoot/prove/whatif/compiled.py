@@ -34,7 +34,7 @@ class CompileTiming:
     `compile_s` is measured with empty compiler caches. `again_s` is the median of later processes,
     which find the caches of the first. `ratio` is the time of a step over that of eager mode.
     `pays_after` is how many steps pay for `compile_s`: by the ratio, and by the bounds of its
-    interval; None where no gain is shown.
+    interval; None if no gain is shown.
     """
 
     what: str
@@ -99,7 +99,7 @@ def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str
 def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Ways:
     """Train every way for the same steps, `rounds` times, interleaved.
 
-    Raises TaskError where eager mode does not run.
+    Raises TaskError if eager mode does not run.
     """
     if rounds < 1:
         raise InputError(

@@ -288,7 +288,7 @@ def import_weights(
     """Save foreign weights as the checkpoint of step 0 in `to`, a new folder.
 
     `parent` in the manifest records the file that the weights were read from. Raises RunFolderError
-    for a folder that is not empty, StorageError when the disk refuses.
+    for a folder that is not empty, StorageError if a file cannot be written.
     """
     check_new(to)
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}
