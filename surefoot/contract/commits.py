@@ -201,8 +201,8 @@ def find_step(run: Path, step: int | str) -> int:
 
     Args:
         run: The run folder.
-        step: A number or its digits, "last", or "best": the best score in the manifests, and the
-            last step where there is no score.
+        step: A number or its digits, "last", or "best", which is the step with the best score in
+            the manifests, or the last step if no manifest has a score.
 
     Raises:
         RunFolderError: For a folder that is not a run or holds no such checkpoint.

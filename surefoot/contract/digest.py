@@ -202,7 +202,7 @@ def digest_of_file(path: Path) -> str:
 def read_directly(descriptor: int, sizes: Collection[int]) -> None:
     """Switch an open file to direct reads if parts of these sizes are large on average.
 
-    Small parts are read faster through the cache. Nothing changes where the file system has no
+    Small parts are read faster through the cache. Nothing changes if the file system has no
     direct reads.
     """
     if sum(sizes) >= len(sizes) * LARGE_BYTES:

@@ -36,7 +36,7 @@ class FileBackedParameters(TorchFunctionMode):
     """A context in which the parameters that a model registers move to a file; it may be entered
     again.
 
-    Parameters stay in memory where the disk is full.
+    Parameters stay in memory if the disk is full.
     """
 
     def __init__(self) -> None:

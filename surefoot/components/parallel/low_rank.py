@@ -144,7 +144,7 @@ class LowRank:
             each.next = torch.where(length > 0, all_ / length, each.fresh)
 
     def keep(self, applied: bool | Tensor) -> None:
-        """End the step: where it was `applied`, replace the residuals and Q by those after it."""
+        """End the step: if it was `applied`, replace the residuals and Q by those after it."""
         self._is_open = False
         for each in self.held:
             moves = (self._presence[each.place] > 0) & applied

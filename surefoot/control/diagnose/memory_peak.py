@@ -284,7 +284,7 @@ def _halve_microbatch(batch: int | None, microbatch: int | None) -> int | None:
 def _as_predicted(
     started: Started, change: str, saved_bytes: float | None, spec_file: str
 ) -> Remedy:
-    """Return a change as `--set` takes it, or in words where no `--set` does, with its effect."""
+    """Return a change as `--set` takes it, or in words if no `--set` does, with its effect."""
     spec, (key, _, _) = _spec(started), change.partition("=")
     if spec is None:
         return Remedy(

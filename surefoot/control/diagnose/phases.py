@@ -82,7 +82,7 @@ class Phases:
 def newest_attempt(events: Iterable[Event]) -> list[Event]:
     """Return the records of the newest attempt among `events`, in the order written.
 
-    Returns all of them where none starts an attempt.
+    Returns all of them if none starts an attempt.
     """
     attempt: list[Event] = []
     for event in events:

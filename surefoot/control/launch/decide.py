@@ -130,10 +130,10 @@ def decide(
 ) -> tuple[Decision, RestartHistory]:
     """Return what to do after `fault` when `num_commits` checkpoints exist, and the new history.
 
-    Stop for a fault that a restart cannot mend; when two slots crashed with no checkpoint between,
-    since then the code is wrong; and after more than `max_restarts` consecutive attempts without a
-    new checkpoint. Leave out a slot that failed twice in a row, or that was left out before, if
-    enough slots remain. Otherwise restart all ranks.
+    The run stops in three cases: the cause remains after a restart; two slots crashed without a
+    checkpoint between the crashes, so the cause is the code; or there were more than `max_restarts`
+    consecutive attempts without a new checkpoint. A slot that failed twice in a row, or that was
+    left out before, is left out if enough slots remain. Otherwise all ranks restart.
     """
     place, in_vain = fault.place, course.in_vain + 1 if num_commits == course.num_commits else 1
     after = replace(course, num_commits=num_commits, in_vain=in_vain)

@@ -107,9 +107,10 @@ def command(attempt: ProbedRun, line: Line) -> int:
 
 
 def train(attempt: ProbedRun, line: Line) -> int:
-    """Train one attempt at a run; mark its steps and what happens to its checkpoints.
+    """Train one attempt at a run, and send a mark for each step and each change of a checkpoint.
 
-    A checkpoint is started, named, retired, loaded or cleared.
+    The changes are those of `COMMIT_MARKS`: a draft is started or cleared, or a checkpoint is
+    named, retired or loaded.
     """
     if attempt.pauses:
         ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)

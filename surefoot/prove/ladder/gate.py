@@ -344,7 +344,7 @@ def decide_by_scores(
 
 
 def _join(some: SeedScores | None, more: SeedScores | None) -> SeedScores | None:
-    """Join two sets of scores; where one is None, return the other."""
+    """Join two sets of scores; if one is None, return the other."""
     if some is None or more is None:
         return some or more
     return replace(some, values={**some.values, **more.values})

@@ -75,7 +75,7 @@ class Ways:
 def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str, str]]:
     """Return a spec for each way, by its name, and the modes that are left out, with the reason.
 
-    A mode is left out where it is the same as the default. All parts that can be compiled are
+    A mode is left out if it is the same as the default. All parts that can be compiled are
     tried, or the one that `spec` compiles.
     """
     whats = WHATS if spec.compile.what == "none" else (spec.compile.what,)

@@ -214,8 +214,9 @@ def choose_weights(
 
 
 def list_other_entries(found: ForeignFile, key: str) -> list[str]:
-    """Return the entries that are not weights: the names below `key`, and the first path part of
-    all others.
+    """Return the entries that are not weights.
+
+    For entries below `key`, the whole name is returned; for all others, the first part of the name.
     """
     every = [
         *found.values,

@@ -52,7 +52,7 @@ class ShardNaming:
 
     A tar exceeds `shard_bytes` only if a single sample does. Samples are in the order of the
     source, or, with the seed `shuffle`, in the order of the first epoch of a run with that seed.
-    Raises DataError.
+    Raises DataError for an invalid name or size.
     """
 
     name: str = "shard"
