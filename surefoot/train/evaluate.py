@@ -1,4 +1,15 @@
-"""Evaluation of every sample of a split once, in order; the training state is left unchanged."""
+"""Evaluation of every sample of a split once, in order; the training state is left unchanged.
+
+The batches are divided among the ranks. Results are merged in the order of the batches, so they are
+bitwise identical for any number of ranks. Every rank evaluates the whole split if a metric holds
+more than tensors, numbers and text, if the model keeps state from one batch to the next, or if the
+data can only be read sequentially.
+
+Random draws depend only on the seed, the split, the batch size and the index of a batch. The same
+weights therefore have the same score at any step of the training, on any number of ranks and with
+any number of workers. Metrics and an additive loss do not depend on the batch size, because sums
+and counts are merged; a loss that is not additive compares the samples of one batch.
+"""
 
 from __future__ import annotations
 
@@ -103,16 +114,6 @@ def evaluate(
     seed: int = 0,
 ) -> Evaluation:
     """Evaluate `model` on every sample of `source`, in batches of `batch` samples.
-
-    The batches are divided among the ranks of `group`. Results are merged in the order of the
-    batches, so they are bitwise identical for any number of ranks. Every rank evaluates the whole
-    split if a metric holds more than tensors, numbers and text, if the model keeps state from one
-    batch to the next, or if the data can only be read sequentially.
-
-    Random draws depend only on `seed`, `split`, `batch` and the index of a batch. The same weights
-    therefore have the same score at any step of the training, on any number of ranks and with any
-    number of workers. Metrics and an additive loss do not depend on `batch`, because sums and
-    counts are merged; a loss that is not additive compares the samples of one batch.
 
     Args:
         model: The model.

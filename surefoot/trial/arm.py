@@ -110,10 +110,9 @@ def spec_arm(
 
     - of the measured steps: `cpu_s_per_step`, `wall_s_per_step`, `cpu_s_per_sample`,
       `wall_s_per_sample`, `num_steps`, `num_samples`, `items_per_sample` and `applied_share`;
-    - `startup_s`, from the start of the process to the end of its first step, or of its first
-      compiled step;
-    - `samples_per_epoch`, `loss` of the last step, `peak_bytes`, `imported_bytes`;
-    - `compile_s` if code was compiled, and `device_peak_bytes` on a GPU.
+    - `startup_s`, from the start of the process to the end of its first (compiled) step;
+    - `loss` of the last step, `samples_per_epoch`, `peak_bytes`, `imported_bytes`, `compile_s` if
+      code was compiled, and `device_peak_bytes` on a GPU.
 
     With several ranks, CPU seconds are those of all ranks, memory and `startup_s` those of rank 0.
 
@@ -130,8 +129,7 @@ def spec_arm(
             the run, which its schedule uses, is `warmup` + `steps`.
 
     Raises:
-        SpecError: For a spec without a task that can be imported.
-        InputError: For invalid numbers of steps.
+        InputError: For invalid numbers of steps, or a spec without a task that can be imported.
     """
     if spec.task.use is None:
         raise SpecError(
