@@ -91,7 +91,7 @@ def measure(
 def check(group: Group, name: str) -> None:
     """Check a collective against its definition on a small buffer.
 
-    Raises NumbersError on every rank where the result is wrong on any rank.
+    Raises NumbersError on every rank if the result is wrong on any rank.
     """
     is_right = Collective(name, group, 1 << 10).is_right()
     wrong = (

@@ -31,10 +31,10 @@ MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
 class CompileTiming:
     """A way to run a step; a value that was not measured is None, and `failure` says why.
 
-    `compile_s` is measured with empty compiler caches. `again_s` is the median of later processes,
-    which find the caches of the first. `ratio` is the time of a step over that of eager mode.
-    `pays_after` is how many steps pay for `compile_s`: by the ratio, and by the bounds of its
-    interval; None if no gain is shown.
+    `compile_s` is measured with empty compiler caches, `again_s` is the median of later processes,
+    which find the caches of the first one. `ratio` is the time of a step divided by that of eager
+    mode. `pays_after` is the number of steps after which the saved time exceeds `compile_s`, for
+    the ratio and for the bounds of its interval; None if no gain is shown.
     """
 
     what: str
