@@ -185,7 +185,7 @@ def read_spec_or_run(
 
 
 def check_new_file(path: Path, flag: str, example: str) -> None:
-    """Raise InputError where `path` cannot become a new file, before any work is done for it."""
+    """Raise InputError if `path` cannot become a new file, before any work is done for it."""
     import os
 
     from surefoot.core.errors import InputError
@@ -207,7 +207,7 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
 
 
 def check_new_folder(path: Path, flag: str) -> None:
-    """Raise InputError where `path` is not an empty folder and cannot become one, before any
+    """Raise InputError if `path` is not an empty folder and cannot become one, before any
     work.
     """
     from surefoot.core.errors import InputError

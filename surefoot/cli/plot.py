@@ -45,7 +45,7 @@ def terminal_style(
 ) -> Style:
     """Return a style as wide as the terminal, at most 120 columns (80 in a pipe).
 
-    Plots use letters where `encoding` has no braille.
+    Plots use letters if `encoding` has no braille.
     """
     try:
         "\u28ff─┤".encode(encoding or "ascii")

@@ -71,7 +71,7 @@ def find_folder(run: Path, step: int) -> Path | None:
     """Return the folder from which a step is read; None if there is none.
 
     It is the step's folder, or the folder that is being replaced: as long as the new folder has no
-    name, also where a kill left it so.
+    name, even if a kill left it so.
     """
     folder = manifest.step_folder(run, step)
     return next(
@@ -201,8 +201,8 @@ def find_step(run: Path, step: int | str) -> int:
 
     Args:
         run: The run folder.
-        step: A number or its digits, "last", or "best": the best score in the manifests, and the
-            last step where there is no score.
+        step: A number or its digits, "last", or "best", which is the step with the best score in
+            the manifests, or the last step if no manifest has a score.
 
     Raises:
         RunFolderError: For a folder that is not a run or holds no such checkpoint.
@@ -233,7 +233,7 @@ def find_step(run: Path, step: int | str) -> int:
 def find_best(run: Path, steps: list[int]) -> int | None:
     """Return the step with the best score in its manifest, the earliest of equals.
 
-    None where no step has a finite score.
+    None if no step has a finite score.
     """
     ranked = rank(run, steps)
     return ranked[0] if ranked else None

@@ -202,7 +202,7 @@ def digest_of_file(path: Path) -> str:
 def read_directly(descriptor: int, sizes: Collection[int]) -> None:
     """Switch an open file to direct reads if parts of these sizes are large on average.
 
-    Small parts are read faster through the cache. Nothing changes where the file system has no
+    Small parts are read faster through the cache. Nothing changes if the file system has no
     direct reads.
     """
     if sum(sizes) >= len(sizes) * LARGE_BYTES:
@@ -280,7 +280,7 @@ def _read_some(descriptor: int, block: memoryview, start: int) -> int:
 def set_direct(descriptor: int, *, wanted: bool) -> bool:
     """Switch direct reads and writes of an open file on or off; return whether that changed.
 
-    Raises OSError where the file system refuses.
+    Raises OSError if the file system refuses.
     """
     if not DIRECT:
         return False

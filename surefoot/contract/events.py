@@ -251,16 +251,17 @@ def _replace_nonfinite(value: Any) -> Any:
 def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> Iterator[Event]:
     """Yield the events of a run in the order written.
 
-    A truncated last line, lines of zeros (after a power cut) and kinds of a later version are left
-    out, and so are damaged lines.
+    Not yielded are a truncated last line, lines of zeros (after a power cut), other damaged lines,
+    and events of kinds that only a later version knows.
 
     Args:
-        folder: the run folder.
-        only: kinds to read; others, of which there may be millions, are skipped unparsed.
-        damaged: list that receives a message for each damaged line.
+        folder: The run folder.
+        *only: Kinds to read; other lines, of which there may be millions, are not parsed. Without
+            any, all kinds are read.
+        damaged: List to which a message for each damaged line is appended.
 
     Raises:
-        RunFolderError: the folder holds no events, no line is an event, or the format is newer.
+        RunFolderError: If the folder has no events, no line is an event, or the format is newer.
     """
     path = folder / FILE
     passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()

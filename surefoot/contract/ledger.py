@@ -249,7 +249,7 @@ def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
 
     If the plan differs from that of the parent, the new ledger is empty and records that it starts
     after `step`.
-    Raises StorageError when the disk refuses, RunFolderError where the parent has no readable
+    Raises StorageError when the disk refuses, RunFolderError if the parent has no readable
     ledger.
     """
     is_same = read_plan(parent) == plan

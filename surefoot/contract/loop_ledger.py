@@ -48,7 +48,7 @@ class LoopGuarantee:
 class Batch(NamedTuple):
     """A batch of a loop: the step that consumed it, and its index in its epoch.
 
-    Epochs and indices count from 0. `ids` is empty where the samples are not known.
+    Epochs and indices count from 0. `ids` is empty if the samples are not known.
     """
 
     step: int

@@ -137,7 +137,7 @@ def find_excess(shape: Sequence[int]) -> str | None:
     """
     if len(shape) > MAX_DIMS:
         return f"{len(shape):,} dimensions, more than {MAX_DIMS}"
-    # sizes beside a 0 count, too: who makes such a tensor multiplies them
+    # sizes beside a 0 count too: code that makes such a tensor multiplies them
     count = math.prod(max(size, 1) for size in shape)
     return f"{count:,} elements, more than {MAX_COUNT:,}" if count > MAX_COUNT else None
 

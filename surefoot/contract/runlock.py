@@ -110,7 +110,7 @@ class RunLock:
     def _is_locked(self) -> bool:
         """Try to lock the file; return False if another process holds it.
 
-        True where there is no flock.
+        True if there is no flock.
         """
         if fcntl is not None:
             try:
@@ -147,14 +147,14 @@ class RunLock:
     def is_still_held(self) -> bool:
         """Return whether certainly no later attempt took the folder.
 
-        Checked before every checkpoint; False where the disk does not answer.
+        Checked before every checkpoint; False if the disk does not answer.
         """
         return self._is_current() is True
 
     def is_lost(self) -> bool:
         """Return whether certainly a later attempt took the folder, or the folder is gone.
 
-        False where the disk does not answer.
+        False if the disk does not answer.
         """
         return self._is_current() is False
 
@@ -232,7 +232,7 @@ class LockOwner:
 
 
 def read_boot_id() -> str | None:
-    """Return the id of this boot of the kernel; None where the system has none."""
+    """Return the id of this boot of the kernel; None if the system has none."""
     try:
         return files.read_bytes(BOOT_ID.parent, BOOT_ID.name).decode("ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -240,7 +240,7 @@ def read_boot_id() -> str | None:
 
 
 def find_owner(folder: Path) -> LockOwner:
-    """Return who last took the lock of the run in `folder`, and whether it is held.
+    """Return the process that last took the lock of the run in `folder`, and whether it is held.
 
     Call it before reading the records, so that a run that ends in between does not look like a dead
     one.
@@ -294,7 +294,7 @@ def is_held(folder: Path) -> bool:
 def keep_out(folder: Path) -> Iterator[None]:
     """Keep processes of this host from starting to write the run in `folder` inside the block.
 
-    Nothing is written. Raises RunFolderError where a process writes the run already.
+    Nothing is written. Raises RunFolderError if a process writes the run already.
     """
     descriptor = _open_to_read(folder)
     try:

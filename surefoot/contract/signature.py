@@ -123,7 +123,7 @@ def _is_file(path: Path) -> bool:
 def find_parameters(use: str) -> list[Parameter] | None:
     """Return the constructor's parameters of `use`; None when only an import can show them.
 
-    Raises TaskError where the file or the class is missing or not valid Python.
+    Raises TaskError if the file or the class is missing or not valid Python.
     """
     module, colon, name = use.partition(":")
     path = find_source(use)

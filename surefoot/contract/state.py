@@ -42,7 +42,7 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part | None:
-    """Return which part of a whole tensor `tensor` is; None where it is all of it."""
+    """Return which part of a whole tensor `tensor` is; None if it is all of it."""
     part: Part | None = getattr(tensor, "part", None)
     return part
 
@@ -89,13 +89,13 @@ class Scaling:
 class StepReport:
     """Report of one optimizer step; reading its values waits for the device.
 
-    These are `loss`, `gradient_norm` and `applied`; nothing waits before they are read.
+    These values are `loss`, `gradient_norm` and `applied`. Creating a report does not wait.
 
     Args:
         step: Number of the step, from 1.
         epoch: Fraction of the data seen; 1.5 is the middle of the second epoch.
         num_samples: Number of samples that this step consumed, on all ranks together.
-        learning_rate: Learning rate of the step; None where the optimizer computes its own.
+        learning_rate: Learning rate of the step; None if the optimizer computes its own.
         totals: Total, count and weight of each term, by name.
         norm: Global gradient norm before clipping; None unless exactly one update ran.
         was_applied: Whether the optimizer step was applied, or skipped.
@@ -116,7 +116,7 @@ class StepReport:
 
     @property
     def terms(self) -> dict[str, float | None]:
-        """Mean of each term: its total over its count, None where the count is 0."""
+        """Mean of each term: its total over its count, None if the count is 0."""
         return {
             name: float(total) / float(count) if float(count) else None
             for name, (total, count, _) in self.totals.items()
@@ -124,9 +124,9 @@ class StepReport:
 
     @property
     def loss(self) -> float | None:
-        """Weighted sum of the terms' means over the whole global batch.
+        """Weighted sum of the means of the terms over the whole global batch.
 
-        None where no update ran in this step, or no item counted.
+        None if no update ran in this step, or if the counts of all terms are 0.
         """
         if not any(float(count) for _, count, _ in self.totals.values()):
             return None

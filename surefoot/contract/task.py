@@ -77,8 +77,8 @@ class Term:
         count: Number of items, an int or a scalar tensor.
         weight: Multiplier of the term's mean.
         fixed: True for a term that does not depend on the batch (a penalty on weights, boundary
-            points): it counts once per step. Where the step is split over microbatches or ranks,
-            the mean of the term over them is used, and `counts(batch)` need not contain it.
+            points): it counts once per step. If the step is divided into microbatches or among
+            ranks, the mean of the term over them is used. `counts(batch)` need not contain it.
     """
 
     name: str
@@ -403,7 +403,7 @@ def is_named(task: object, use: str) -> bool:
 
 
 def find_arguments(task: object) -> dict[str, Any] | None:
-    """Return the arguments that make an equal task; None where one cannot be known.
+    """Return the arguments that make an equal task; None if one cannot be known.
 
     They are read from attributes with the names of the parameters, which dataclasses have, and
     classes that set `self.width = width`. Arguments that equal the default are left out.
@@ -456,7 +456,7 @@ def task_files() -> list[str]:
 def import_file(path: Path) -> Any:
     """Import a task file and return its module.
 
-    Raises TaskError where the file is missing, and where importing it would start a run.
+    Raises TaskError if the file is missing, or if importing it would start a run.
     """
     if str(path.resolve()) in _imported.get():
         # the file starts a run of its task: use what it has defined so far

@@ -48,7 +48,7 @@ def find_axis(
 ) -> Axis | None:
     """Return the axis from the smallest to the largest value; None without a value to draw.
 
-    A linear axis starts at 0 where that wastes little space.
+    A linear axis starts at 0 if that wastes little space.
     """
     drawn = [value for value in values if is_drawn(value)]
     positive = [value for value in drawn if value > TINY]

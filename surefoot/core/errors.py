@@ -96,7 +96,7 @@ class DataError(InputError):
 
 
 class OtherDataError(DataError):
-    """Data that is read again to resume, and differs from the data that was trained on."""
+    """The data that a resumed run reads again differ from the data that were trained on."""
 
 
 class RunFolderError(InputError):

@@ -176,7 +176,7 @@ def dismiss(descriptor: int) -> None:
 
 
 def is_dismissed(descriptor: int) -> bool:
-    """Return whether the launcher told this rank to end itself."""
+    """Return whether the launcher has requested that this rank end itself."""
     return _is_written(descriptor, DISMISSED)
 
 

@@ -127,7 +127,7 @@ def _open() -> tuple[ctypes.CDLL | None, int]:
 def _agree(width: int) -> bool:
     """Return whether all lanes agree with hashlib.
 
-    A library that was built incorrectly, or for another machine, is not used.
+    A library that was built incorrectly, or for a different machine, is not used.
     """
     messages = [bytearray(range(lane, lane + 200)) for lane in range(width)]
     lanes = Lanes(width)

@@ -155,7 +155,7 @@ def _comparable(tree: Any) -> Any:
 
 
 def _describe_difference(one: Any, two: Any) -> str | None:
-    """Describe by how much two contents differ; None where they do not."""
+    """Describe by how much two contents differ; None if they do not."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return _tensors_apart(one.detach(), two.detach())
     if isinstance(one, Tensor) or isinstance(two, Tensor):
@@ -210,7 +210,7 @@ def _to_fp64(tensor: Tensor) -> Tensor:
 def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
     """Describe by how much values differ, or how many are NaN in one tensor alone.
 
-    Return None where only the bits differ, as those of 0 and -0.
+    Return None if only the bits differ, as those of 0 and -0.
     """
     in_one = int((one.isnan() != two.isnan()).sum())
     if in_one:

@@ -26,10 +26,21 @@ Tell = Callable[[str], None]
 def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tuple[str, Score]:
     """Compare the scores of `spec` after `steps` with those in fp32.
 
-    Return the precision of the spec (bf16 is tried for a spec in fp32) and the comparison. Where
-    `seeds` pairs show a worse score, twice as many more are run, and all of them decide. Raises
-    InputError for too few seeds or no steps, SpecError for a task without a name, TaskError where a
-    run fails or has no score.
+    If `seeds` pairs of runs show a worse score, twice as many further pairs are run, and all of
+    them decide.
+
+    Args:
+        spec: The spec; if it is in fp32, bf16 is compared with it.
+        steps: Number of steps of each run.
+        seeds: Number of pairs of runs with the same seed.
+
+    Returns:
+        The precision that was compared with fp32, and the comparison.
+
+    Raises:
+        InputError: For too few seeds or no steps.
+        SpecError: For a task without a name.
+        TaskError: If a run fails or has no score.
     """
     if seeds < MIN_SEEDS:
         raise InputError(

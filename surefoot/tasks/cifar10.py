@@ -49,11 +49,20 @@ MAX_MEMBER_BYTES = 1 << 20  # a 32 x 32 JPEG has about 1 KB
 class Cifar10:
     """CIFAR-10 classification from WebDataset tars.
 
-    `widths` are the channels of the three blocks, `translate` the pixels of random shift, `views`
-    the number of views averaged in evaluation: 1, 2 (mirrored) or 6 (mirrored and shifted).
-    `folder` holds train-*.tar and test-*.tar, or a folder cifar10-webdataset that does; the images
-    are decoded once below `cache` (default $XDG_CACHE_HOME/surefoot). Batches are (images uint8 (B,
-    32, 32, 3), labels (B,)). Raises DataError for damaged shards, MissingExtra without Pillow.
+    Batches are (images uint8 (B, 32, 32, 3), labels (B,)).
+
+    Args:
+        folder: Folder with train-*.tar and test-*.tar, or with a folder cifar10-webdataset that
+            contains them.
+        cache: Folder in which decoded images are stored; None for $XDG_CACHE_HOME/surefoot.
+        widths: Channels of the three blocks.
+        translate: Largest random shift, in pixels.
+        smoothing: Label smoothing.
+        views: Number of views averaged in evaluation: 1, 2 (mirrored) or 6 (mirrored and shifted).
+
+    Raises:
+        DataError: For damaged shards.
+        MissingExtra: Without Pillow.
     """
 
     def __init__(

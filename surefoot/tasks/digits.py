@@ -128,7 +128,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
 def _move(images: Tensor, moves: Tensor) -> Tensor:
     """Return images (B, 1, 8, 8) moved up and left by `moves` (B, 2) pixels, interpolated."""
     along = torch.arange(SIZE, device=images.device, dtype=images.dtype)
-    # (B, 2, 8, 8): how far pixel j lies from where pixel i comes from
+    # (B, 2, 8, 8): distance of pixel j from the source of pixel i
     apart = along[:, None] + moves[:, :, None, None] - along
     weights = (1.0 - apart.abs()).clamp(min=0.0)
     return weights[:, :1] @ images @ weights[:, 1:].transpose(-1, -2)

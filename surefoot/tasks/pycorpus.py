@@ -39,11 +39,22 @@ HELD_OUT_SHARE = 0.1  # of the files, by a hash of their name
 class PyCorpus:
     """Next-byte prediction on windows of `length` bytes of Python source.
 
-    Batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is ignored. With
-    `chunked_loss` training computes head and loss for a few bytes at a time, without the logits of
-    a whole batch. When `packed`, rows hold whole files, or pieces of `length` bytes of longer ones,
-    and no byte attends to another file. `folder` holds .py files at any depth (default: the
-    standard library of this Python). Raises DataError without any.
+    Batches are dict(inputs (B, T), targets (B, T)) of byte values; target -100 is ignored.
+
+    Args:
+        folder: Folder with .py files at any depth; None for the standard library of this Python.
+        layers: Number of blocks.
+        width: Size of the hidden state.
+        heads: Number of attention heads.
+        length: Bytes of a window (T).
+        dropout: Dropout probability.
+        chunked_loss: Compute the output layer and the loss for a few bytes at a time, so that the
+            logits of a whole batch never exist.
+        packed: Rows contain whole files, or pieces of `length` bytes of longer files, and no byte
+            attends to a byte of a different file.
+
+    Raises:
+        DataError: If `folder` contains no .py files.
     """
 
     unit = "bytes"

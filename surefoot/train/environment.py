@@ -191,8 +191,8 @@ def _has_accelerator() -> bool:
 def rank_seed(seed: int | None = None) -> int:
     """Return a seed (0 to 2^32 - 1) that differs on each rank, derived from `seed` or `train.seed`.
 
-    For the parts of a task that each rank has its own copy of, such as an environment:
-    `numpy.random.default_rng(surefoot.rank_seed())`.
+    Use it for state that differs from rank to rank, such as an environment of reinforcement
+    learning: `numpy.random.default_rng(surefoot.rank_seed())`.
     """
     base = np.random.SeedSequence(
         (torch.initial_seed() if seed is None else seed) % 2**64

@@ -1,4 +1,15 @@
-"""Evaluation of every sample of a split once, in order; the training state is left unchanged."""
+"""Evaluation of every sample of a split once, in order; the training state is left unchanged.
+
+The batches are divided among the ranks. Results are merged in the order of the batches, so they are
+bitwise identical for any number of ranks. Every rank evaluates the whole split if a metric holds
+more than tensors, numbers and text, if the model keeps state from one batch to the next, or if the
+data can only be read sequentially.
+
+Random draws depend only on the seed, the split, the batch size and the index of a batch. The same
+weights therefore have the same score at any step of the training, on any number of ranks and with
+any number of workers. Metrics and an additive loss do not depend on the batch size, because sums
+and counts are merged; a loss that is not additive compares the samples of one batch.
+"""
 
 from __future__ import annotations
 
@@ -104,22 +115,24 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate `model` on every sample of `source`, in batches of `batch` samples.
 
-    `tell` is called with the number of samples done and the total. `read` replaces the default
-    reader, which reads one batch after another in this process. The ranks of `group` share the
-    batches; results are merged in the order of the batches and so are bitwise identical for any
-    number of ranks. Every rank evaluates the whole split if a metric holds more than tensors,
-    numbers and text, if the model keeps state from one batch to the next, or if the data can only
-    be read in sequence. With `is_even` all ranks run the same number of forward passes, because
-    weights are gathered in each of them.
+    Args:
+        model: The model.
+        task: The task.
+        source: The samples.
+        split: Name of the split.
+        batch: Samples of a batch.
+        device: Device of the model.
+        score: Name of the metric that is the score; None for the first metric, or else the loss.
+        precision: Number format of the forward pass.
+        tell: Function that is called with the number of samples done and the number of all samples.
+        read: Reader of batches; None for one that reads each batch in this process.
+        group: The ranks.
+        is_even: Run the same number of forward passes on all ranks, which gather weights in them.
+        seed: Seed of random draws.
 
-    Draws from the global random streams depend only on `seed`, the split and the batch: the same
-    weights have the same score at any step of the training, on any number of ranks and with any
-    workers. Another `batch` leads to different draws.
-
-    Sums and counts are merged, so that neither metrics nor an additive loss depend on `batch`; a
-    loss that is not additive does, since its terms are those of one batch. Raises SpecError if
-    `score` is not a metric of the task, TaskError if a part of the task returns a value of the
-    wrong kind.
+    Raises:
+        SpecError: If `score` is not a metric of the task.
+        TaskError: If a method of the task returns a value of the wrong kind.
     """
     started_s = time.perf_counter()
     total, size, num_samples = count_samples(source), _batch_size(source, batch), 0

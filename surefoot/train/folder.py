@@ -30,13 +30,20 @@ MAX_TRIES = 100  # launchers that take the same new name at the same moment
 
 @dataclass(frozen=True)
 class Chosen:
-    """Folder of a run, whether it holds an attempt at the run, and notes for the user.
+    """Folder of a run, and what it contains.
 
-    `is_numbered` marks an unused name that is claimed by creating the folder, so that two launchers
-    never share it. `generation` is the number of the newest attempt, `stated` the tables of its
-    spec, `done` the outcome and the cause of a run with nothing left to train, `data_digest` the
-    digest of its training data, `parent` the checkpoint of another run that the first attempt
-    started from, `damaged` the lines of the log that cannot be read.
+    Args:
+        folder: The folder.
+        is_again: Whether the folder holds an attempt at the run.
+        notes: Notes for the user.
+        is_numbered: Whether the name is new; it is then claimed by creating the folder, so that two
+            launchers never use the same one.
+        generation: Number of the newest attempt.
+        data_digest: Digest of the training data of the newest attempt.
+        parent: Checkpoint of a different run from which the first attempt started.
+        stated: Tables of the spec of the newest attempt.
+        done: Outcome and cause of a run that has nothing left to train; None for any other run.
+        damaged: Lines of the log that cannot be read.
     """
 
     folder: Path
@@ -97,13 +104,23 @@ def choose(
 ) -> Chosen:
     """Choose the run folder without writing anything.
 
-    A run whose outcome is in `closed_by` has nothing left to train. A folder that holds only the
-    start of a fork, killed before its first checkpoint, can be used by a fork alone. Without
-    `checks_log` most of the log, which grows with the run, is not read. `spec` is the spec of
-    `spec_id`, to name the keys that differ.
+    Args:
+        asked: The requested folder.
+        spec_id: Digest of the spec.
+        name: Beginning of the name of a new folder.
+        program: The program that trains, with the digest of its code.
+        fresh: Choose a new folder beside the requested one.
+        accept_code_change: Accept a run whose code has changed.
+        closed_by: Outcomes of a run that has nothing left to train.
+        is_fork: Accept a folder that contains only the start of a fork that was killed before its
+            first checkpoint.
+        checks_log: Read all records of the log, of which a long run has many; otherwise only those
+            of starts and ends.
+        spec: The spec, to name the keys that differ in an error; None to name none.
 
-    Raises RunFolderError if the folder holds something else, a different spec or a run of changed
-    code, or if it cannot be written.
+    Raises:
+        RunFolderError: If the folder holds something other than a run, a run of a different spec or
+            of changed code, or if it cannot be written.
     """
     wanted = asked()
     try:

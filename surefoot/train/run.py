@@ -297,7 +297,7 @@ class Run:
             stop, code, is_late = together.is_over(
                 self.group, self._stops.outcome, self._stops.exit_code, is_late, self._keeper
             )
-        if stop is not None:  # else a signal that came meanwhile would be forgotten
+        if stop is not None:  # else a signal that arrived in the meantime would be forgotten
             self._stops.outcome, self._stops.exit_code = stop, code
         return stop is not None or is_late or (total is not None and self.step >= total)
 

@@ -37,14 +37,27 @@ def mark_refused_specs() -> Iterator[None]:
 class Arm:
     """Command of one variant, with its environment.
 
-    In `command`, `{report}` is replaced by the file that the process reports to (`write_report`),
-    `{work}` by a folder of this process, `{shared}` by a folder of all ranks, `{started_s}` by the
-    harness's `time.perf_counter()` at the start (one clock for all processes of a Linux host), and
-    `{turns}` by the channel of `surefoot.trial.turns`, or "alone". A command without `{report}` is
-    measured from outside only. `files` are written into the process's folder first. `folder` is the
-    working folder, `variables` are added to the environment, `threads` is the number of threads of
-    one operator. With `ranks` above 1 one process is started per rank, with torchrun's variables.
-    Raises InputError for an invalid command, name or count.
+    In `command`, these words are replaced:
+
+    - `{report}`: the file to which the process writes its report (`write_report`). A command
+      without it is measured from outside only.
+    - `{work}`: a folder of this process; `{shared}`: a folder of all ranks.
+    - `{started_s}`: `time.perf_counter()` of the harness at the start, which is one clock for all
+      processes of a Linux host.
+    - `{turns}`: the channel of `surefoot.trial.turns`, or "alone".
+
+    Args:
+        name: Name of the variant.
+        command: The command and its arguments.
+        files: Contents by name of files that are first written into the folder of the process.
+        folder: Working folder.
+        variables: Variables that are added to the environment.
+        threads: Number of threads of one operator.
+        ranks: Number of processes; with several, each has the variables that torchrun sets.
+        timeout_s: Seconds after which the processes are ended.
+
+    Raises:
+        InputError: For an invalid command, name or count.
     """
 
     name: str
@@ -93,19 +106,30 @@ def spec_arm(
 ) -> Arm:
     """Return an arm that trains `spec` for `warmup` steps and then for `steps` measured ones.
 
-    The sum is the length of the run, for its schedule too; with `whole_length` the run is the
-    beginning of one as long as `spec` says.
+    Example: `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`. The arm reports:
 
-    The arm reports `cpu_s_per_step` and `wall_s_per_step` of the measured steps, the same values
-    `_per_sample`, `num_steps`, `num_samples`, `items_per_sample` and `applied_share` of these
-    steps, `startup_s` (from the start of the process to the end of its first step, or of the first
-    compiled one), `samples_per_epoch`, `loss` (of the last step), `peak_bytes`, `imported_bytes`,
-    `compile_s` if code was compiled, and `device_peak_bytes` on a GPU; with `capture`, also loss,
-    gradients and weights after those steps, for `compare_arms`. The number of ranks is that of
-    `spec.layout`; CPU seconds are then those of all ranks, memory and `startup_s` those of rank 0.
-    A change is `spec_arm("sgd", spec.replace(optim={"name": "sgd"}), steps=200)`.
+    - of the measured steps: `cpu_s_per_step`, `wall_s_per_step`, `cpu_s_per_sample`,
+      `wall_s_per_sample`, `num_steps`, `num_samples`, `items_per_sample` and `applied_share`;
+    - `startup_s`, from the start of the process to the end of its first (compiled) step;
+    - `loss` of the last step, `samples_per_epoch`, `peak_bytes`, `imported_bytes`, `compile_s` if
+      code was compiled, and `device_peak_bytes` on a GPU.
 
-    Raises SpecError for a spec without an importable task, InputError for invalid step counts.
+    With several ranks, CPU seconds are those of all ranks, memory and `startup_s` those of rank 0.
+
+    Args:
+        name: Name of the variant.
+        spec: The spec.
+        steps: Number of measured steps.
+        warmup: Number of steps before the measured ones.
+        capture: Steps after which loss, gradients and weights are stored for `compare_arms`.
+        folder: Working folder.
+        ranks: Number of ranks; None for that of `spec.layout`.
+        timeout_s: Seconds after which the processes are ended.
+        whole_length: Train the beginning of a run as long as `spec` says; otherwise the length of
+            the run, which its schedule uses, is `warmup` + `steps`.
+
+    Raises:
+        InputError: For invalid numbers of steps, or a spec without a task that can be imported.
     """
     if spec.task.use is None:
         raise SpecError(

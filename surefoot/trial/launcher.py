@@ -17,7 +17,7 @@ import sys
 from types import FrameType
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-NOT_FOUND = 127  # as a shell says that a command could not be started
+NOT_FOUND = 127  # the exit code of a shell for a command that could not be started
 
 
 def die_with(parent: int, number: int) -> None:

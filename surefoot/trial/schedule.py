@@ -13,7 +13,7 @@ from surefoot.trial.arm import Arm
 from surefoot.trial.process import Outcome, run_arm
 from surefoot.trial.turns import run_in_turns
 
-MAX_FAILURES = 2  # after so many an arm is not started again: it would only hold the others up
+MAX_FAILURES = 2  # with more failures, an arm is not started again: it only delays the others
 
 
 def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tuple[str, ...]]:

@@ -264,7 +264,7 @@ def check(origin: Origin) -> None:
     """
     spec, units = origin.spec, _units(origin.spec)
     if units - {"steps", "samples"} and units != {"epochs"}:
-        return  # only the data can tell; the run checks this before it starts
+        return  # this depends on the data; the run checks it before it starts
     scale = _scale(spec, FINE)
     try:
         schedule_plan.build(spec.schedule, scale.total_steps, scale.to_steps)

@@ -37,7 +37,7 @@ class Side:
 class MeasureComparison:
     """A measure of a side compared with the first side: both means, and their difference.
 
-    `difference` has a confidence interval. Values are None where one of the sides has none.
+    `difference` has a confidence interval. Values are None if one of the sides has none.
     """
 
     measure: str
@@ -63,7 +63,7 @@ MEASURES: Mapping[str, Callable[[Past], float | None]] = {
 def read(folder: Path) -> Side:
     """Read the runs in `folder`, or the run that `folder` itself is.
 
-    Raises RunFolderError where there is no run, or a run is damaged.
+    Raises RunFolderError if there is no run, or a run is damaged.
     """
     found = tuple(past.read(path) for path in past.find(folder))
     if not found:

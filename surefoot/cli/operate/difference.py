@@ -46,7 +46,7 @@ BLOCK = 1 << 20  # values compared at once
 class ValueDifference:
     """A tensor or value that differs: `what` in words; for tensors also the counts and the maximum.
 
-    `max_abs` is over pairs of values that are both finite; None where there is no such pair.
+    `max_abs` is over pairs of values that are both finite; None if there is no such pair.
     """
 
     file: str

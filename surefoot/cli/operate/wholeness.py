@@ -75,7 +75,7 @@ def find_lost(run: Path) -> list[gone.Gone]:
 
 
 def why_unread(run: Path) -> str | None:
-    """Return why the log does not show which checkpoints should exist; None where it does."""
+    """Return why the log does not show which checkpoints should exist; None if it does."""
     damaged: list[str] = []
     try:
         records = list(events.read(run, Started, damaged=damaged))

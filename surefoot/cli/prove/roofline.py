@@ -120,7 +120,7 @@ def _peaks_alone(*, json: bool, tell: Any) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise StorageError where no file can be written, before a minute is spent on measuring."""
+    """Raise StorageError if no file can be written, before a minute is spent on measuring."""
     import tempfile
 
     try:

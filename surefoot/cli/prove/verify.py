@@ -177,7 +177,7 @@ def _refuse_idle(way: str, given: Mapping[str, object]) -> None:
 def _check_resume(
     spec: str | None, command: str | None, state: Path | None, steps: int, kills: int
 ) -> None:
-    """Raise InputError where the flags do not describe runs that are killed and resumed."""
+    """Raise InputError if the flags do not describe runs that are killed and resumed."""
     if (spec is None) == (command is None):
         raise InputError(
             "verify needs either a SPEC or --command",
@@ -328,7 +328,7 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 def _create_folder(keep: Path) -> Path:
     """Create the folder and check that files can be written to it.
 
-    Raises OSError where they cannot, InputError where the folder is not empty.
+    Raises OSError if they cannot, InputError if the folder is not empty.
     """
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(f"--keep {keep} is not an empty folder", hint="give a new or empty folder")

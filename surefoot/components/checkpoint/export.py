@@ -162,12 +162,20 @@ def _clone_shared_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def export_graph(
     model: nn.Module, calls: Sequence[ModelCall], path: Path, kind: Format
 ) -> ExportResult:
-    """Write the model as a graph that runs without its code.
+    """Write the model as a graph that runs without the code of the model.
 
-    `calls` are two calls with different batch sizes, the larger first. The batch size of the graph
-    is dynamic if the outputs match for both calls, otherwise it is fixed to that of the first call.
-    A dataclass in the output becomes a dict. Raises TaskError for a model that cannot be traced,
-    MissingExtra if ONNX is not installed.
+    The batch size of the graph is dynamic if the outputs match for both calls; otherwise it is
+    fixed to that of the first call. A dataclass in the output becomes a dict.
+
+    Args:
+        model: The model.
+        calls: Two calls with different batch sizes, the larger first.
+        path: The file.
+        kind: Format of the file.
+
+    Raises:
+        TaskError: For a model that cannot be traced.
+        MissingExtra: If ONNX is needed and not installed.
     """
     # a file has no class of the user's
     handle = model.register_forward_hook(lambda module, args, output: _without_dataclasses(output))

@@ -208,15 +208,15 @@ def newest_loadable(
 ) -> tuple[int | None, list[str]]:
     """Load the newest undamaged checkpoint, and set damaged ones aside.
 
-    A checkpoint is verified completely before `load` is called: if none is whole nothing has
-    changed, and the run starts from step 0. An undamaged checkpoint that does not fit raises, since
-    an older one would not fit either.
+    A checkpoint is verified completely before `load` is called, so if every checkpoint is damaged,
+    nothing changes, and the run starts from step 0. An error of `load` for an undamaged checkpoint
+    that does not fit is raised, because an older checkpoint would not fit either. Checkpoints that
+    contain only weights are skipped.
 
     Args:
         run: The run folder.
         load: Function of a `Commit` that restores its state.
-        at_most: Largest step to load; None for no limit. Checkpoints of weights alone are skipped
-            too.
+        at_most: Largest step to load; None for no limit.
 
     Returns:
         The step (None if there is none) and a message about each damaged checkpoint.

@@ -142,10 +142,13 @@ def _has_form(held: Any, piece: Piece) -> bool:
 def match_buffers(
     module: nn.Module, pieces: Mapping[str, Piece], forms: Mapping[str, bool]
 ) -> Callable[[], None]:
-    """Give the buffers of a module the form that they have in a checkpoint; return the undoing.
+    """Give the buffers of a module the form that they have in a checkpoint; return the undo.
 
-    A buffer that is None gets a tensor for the piece of its name. So does one of `forms`, which the
-    forward pass replaces or registers, whatever it holds; one that was None then is None again.
+    Args:
+        module: The module, changed in place.
+        pieces: Stored tensors by buffer name; a buffer that is None gets a tensor of this form.
+        forms: Buffers that the forward pass replaces or registers: True if the checkpoint has a
+            tensor for it, which replaces any other form; False if the buffer was None.
     """
     before = list[tuple[nn.Module, str, Any]]()
     near = next((each.device for each in module.parameters()), torch.device("cpu"))
@@ -179,10 +182,14 @@ def put_back_buffers(
 ) -> None:
     """Restore the saved non-persistent buffers of a module.
 
-    Each is copied into the buffer of that name, or registered if the layer has none (as when the
-    forward pass creates it). A buffer of a different shape or dtype is replaced; with
-    `keep_others`, a buffer of a different shape is kept, and one of a different dtype receives the
-    cast values.
+    A saved tensor is copied into the buffer of its name. If the module has no such buffer, because
+    only the forward pass creates it, the buffer is registered.
+
+    Args:
+        module: The module, changed in place.
+        saved: The saved tensors, by buffer name.
+        keep_others: Keep a buffer of a different shape, and cast to a different dtype; otherwise
+            such a buffer is replaced.
     """
     for name, value in saved.items():
         above, _, leaf = name.rpartition(".")

@@ -57,9 +57,9 @@ def save(
 ) -> Manifest:
     """Save `state`, and every random state, as the checkpoint of a step in `folder`.
 
-    The function returns once the checkpoint is on disk; an earlier checkpoint of the same step is
-    replaced. Only one process may save into a folder at a time, since leftovers of a killed save
-    are deleted.
+    The function returns when the checkpoint is on disk; an earlier checkpoint of the same step is
+    replaced. Only one process may save into a folder at a time, because a save deletes drafts that
+    it finds there, which a killed process may have left.
 
     Args:
         folder: The folder of the checkpoints.
@@ -77,7 +77,7 @@ def save(
     Raises:
         TaskError: For a value that a checkpoint cannot hold.
         NumbersError: For a trained parameter that is not finite.
-        StorageError: When the disk refuses; earlier checkpoints stay unchanged.
+        StorageError: If a file cannot be written; earlier checkpoints stay unchanged.
     """
     content, _ = content_of(step, state, attributes)
     with contextlib.suppress(OSError):  # `commit` reports what the disk refuses

@@ -74,8 +74,8 @@ def load(
 ) -> RestoreResult | None:
     """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
 
-    Every byte is verified against its digest. A damaged checkpoint is set aside and the previous
-    one is loaded.
+    Every byte is verified against its digest. A damaged checkpoint is renamed, and the previous one
+    is loaded.
 
     Args:
         folder: The folder given to `save`.
@@ -88,8 +88,8 @@ def load(
         has no checkpoint.
 
     Raises:
-        RunFolderError: Before any object changes, if the checkpoint is of other objects, shapes or
-            dtypes, or if that of `step` is missing or damaged.
+        RunFolderError: Before any object changes, if the checkpoint contains other objects, shapes
+            or dtypes, or if the checkpoint of `step` is missing or damaged.
     """
     found: list[Mapping[str, Any]] = []
     run = Path(folder)

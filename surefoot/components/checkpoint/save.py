@@ -75,13 +75,24 @@ def commit(
     may_commit: Callable[[], bool] = lambda: True,
     link: bool = True,
 ) -> Manifest:
-    """Save `content` as the checkpoint of a step of `run`.
+    """Save `content` as the checkpoint of a step of `run`; an error changes no earlier checkpoint.
 
-    With `link`, a file whose bytes all equal those of the newest earlier checkpoint is a hard link
-    to it. A checkpoint of the same step from an earlier generation is replaced once the new one is
-    complete. `may_commit` is called just before the rename. Raises StorageError when the disk
-    refuses or `may_commit` returns False, NumbersError for a tensor of `finite` that is not finite,
-    and TaskError for a step that cannot be a folder name; earlier checkpoints stay unchanged.
+    A checkpoint of the same step from an earlier generation is replaced when the new one is
+    complete.
+
+    Args:
+        run: The run folder.
+        content: The state.
+        stamp: Further fields of the manifest.
+        may_commit: Function that is called just before the checkpoint becomes visible; False
+            cancels the save.
+        link: Store a file as a hard link if all its bytes equal those of the newest earlier
+            checkpoint.
+
+    Raises:
+        StorageError: If a file cannot be written, or if `may_commit` returns False.
+        NumbersError: For a tensor of `finite` that is not finite.
+        TaskError: For a step that cannot be a folder name.
     """
     if not 0 <= content.step < manifests.MAX_STEP:
         raise TaskError(

@@ -229,12 +229,21 @@ def find_unchanged(
 
 
 def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Tensor]:
-    """Read a file of tensors into those that `give(name, piece)` returns, and hash each of them.
+    """Read a file of tensors into the tensors that `give` returns, and verify their digests.
 
-    `give` is called with the whole tensor as `piece`. It may return a shard of the rows; only
-    stored pieces that overlap the shard are read. A contiguous tensor on the host with the same
-    dtype is read in place; any other needs a temporary copy of its size. Raises RunFolderError,
-    naming the tensor, if a digest does not match; the tensors have been overwritten by then.
+    A contiguous tensor on the host with the stored dtype is read in place; any other tensor needs a
+    temporary copy of its size.
+
+    Args:
+        folder: The folder of the checkpoint.
+        entry: The file in the manifest.
+        give: Function of a name and of the whole stored tensor, as a `Piece`. It returns the tensor
+            to read into, or a shard of its rows; only stored pieces that overlap are then read.
+        pool: Threads that compute digests.
+
+    Raises:
+        RunFolderError: With the name of the tensor, if a digest does not match; the tensors have
+            been overwritten by then.
     """
     pieces = entry.tensors or {}
     found: dict[str, str] = {}

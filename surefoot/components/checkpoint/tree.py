@@ -49,9 +49,9 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 def split(tree: Any, place: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """Return the tree as JSON can hold it, and its tensors by name; tensors are not copied.
+    """Return the tree in a form that JSON can represent, and its tensors by name, not copied.
 
-    Raises TaskError, naming the path, for a value that a checkpoint cannot hold.
+    Raises TaskError, with the path of the value, for a value that a checkpoint cannot hold.
     """
     tensors: dict[str, Tensor] = {}
     return _split(tree, place, tensors), tensors

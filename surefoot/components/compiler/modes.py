@@ -6,7 +6,7 @@ WITHOUT_GRAPHS = "CUDA graphs need a GPU"
 
 
 def why_default(mode: str, device: str, *, deterministic: bool) -> str | None:
-    """Return the reason why `mode` equals the default mode on `device`; None where the mode differs
+    """Return the reason why `mode` equals the default mode on `device`; None if the mode differs
     from the default.
 
     >>> why_default("reduce-overhead", "cpu", deterministic=True)

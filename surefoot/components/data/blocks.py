@@ -25,16 +25,17 @@ MAX_CACHED = 4  # cached permutations of blocks: a batch spans one or two
 
 @final
 class BlockShuffle:
-    """Seekable, shuffled order of the samples in shards of `sizes`; a lookup takes O(log S).
+    """Shuffled order of the samples in shards of `sizes`; it looks up any position in O(log S).
 
-    Samples are numbered consecutively through the shards. The object is called like a
-    `Permutation`, and each sample occurs once.
+    The numbers of the samples continue from shard to shard. Call the object with positions, like a
+    `Permutation`: it returns the samples at these positions. Each sample occurs once.
 
     Args:
         sizes: Number of samples of each of the S shards.
-        key: Seed of the order; another key gives a different order.
-        window: Number of shards that are mixed at a time. With 1 the shards are read one after the
-            other, each shuffled; with S the order is a full permutation.
+        key: Seed of the order.
+        window: Number of shards that are mixed at a time. With 1, the shards are read one after the
+            other, and only the samples inside each shard are shuffled; with S, the order is a full
+            permutation.
 
     Raises:
         DataError: For empty shards, and for a window under 1.

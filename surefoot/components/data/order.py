@@ -56,7 +56,7 @@ def _mix_array(values: np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """Seekable permutation of 0..n-1; a lookup takes O(1) per position, also for whole batches."""
+    """Seekable permutation of 0..n-1; a lookup takes O(1) per position, even for whole batches."""
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= LARGEST:
@@ -163,7 +163,7 @@ class Keys:
         return self._there(torch.special.ndtri(torch.from_numpy(uniform)).float())
 
     def _there(self, drawn: torch.Tensor) -> torch.Tensor:
-        # no wait: CUDA stages what lies in pageable memory before the call returns
+        # no wait: CUDA copies pageable memory into a staging buffer before the call returns
         return drawn.to(self.device, non_blocking=True)
 
 

@@ -46,7 +46,7 @@ class Buffers:
         )
 
     def contexts(self) -> Contexts | None:
-        """Return the contexts for the forward pass and for its recomputation; None where no buffer
+        """Return the contexts for the forward pass and for its recomputation; None if no buffer
         or attribute changes."""
         modes = tuple(module.training for module in self._modules)
         slots = self._moving.get(modes, self._slots)

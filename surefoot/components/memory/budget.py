@@ -93,7 +93,7 @@ class Budget:
         """Run a block `TRIALS` times and record its time and its bytes, without changing random
         streams, buffers or attributes.
 
-        Raises SpecError where all blocks are measured and the budget cannot be met, InputError for
+        Raises SpecError if all blocks are measured and the budget cannot be met, InputError for
         a block that changes its inputs in place.
         """
         given = _storages(inputs)

@@ -65,7 +65,7 @@ class CachesOff:
 
     @property
     def notes(self) -> list[str]:
-        """A line for the log that names the switches that are off; empty where there are none."""
+        """A line for the log that names the switches that are off; empty if there are none."""
         named = ", ".join(
             f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules
         )

@@ -34,15 +34,16 @@ def linear_cross_entropy(
     """Return the summed cross-entropy of `linear(hidden, weight, bias)` without all logits at once.
 
     The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(),
-    targets, reduction="sum")`; under autocast the matmuls run in its dtype. The result can be
-    differentiated once.
+    targets, reduction="sum")`; under autocast, the matmuls run in the dtype of autocast. The result
+    has no second derivatives.
 
     Args:
-        hidden: (..., D).
-        weight: (V, D).
-        targets: (...), int64.
-        bias: (V,), or None.
-        chunk: Rows at a time; None takes as many as fit into 16 MiB of fp32 logits, at least 64.
+        hidden: Inputs of the output layer, (..., D).
+        weight: Weight of the output layer, (V, D).
+        targets: Class indices, (...), int64.
+        bias: Bias of the output layer, (V,), or None.
+        chunk: Number of rows whose logits exist at the same time; None for as many rows as have
+            16 MiB of fp32 logits, but at least 64.
         ignore_index: Targets of this value are left out.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
 

@@ -18,10 +18,10 @@ MIN_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than i
 class Offloaded:
     """Wrapper of a loss that offloads the tensors saved by autograd to the host.
 
-    They are copied back in the backward pass. Weights, buffers, the batch and tensors under 64 KiB
-    stay on the device. The copies go through pinned memory, on the stream that computes: no copy
-    overtakes the computation of its tensor, and the step waits for the copies. `num_bytes` counts
-    the bytes that were offloaded.
+    The tensors are copied back in the backward pass. Weights, buffers, the batch and tensors under
+    64 KiB stay on the device. The copies use pinned memory, and run on the stream of the
+    computation: a tensor is copied after it has been computed, and the step waits for the copies.
+    `num_bytes` is the number of bytes that were offloaded.
 
     Args:
         loss: Function of (model, batch).

@@ -75,7 +75,7 @@ class RecomputeHandle:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the log before the first batch; with a budget, no blocks are chosen by then."""
+        """Lines for the log before the first batch; a memory budget chooses blocks only later."""
         if not self.blocks:
             return []
         chosen = [self.words] if self.budget is None else []
@@ -99,21 +99,21 @@ def recompute(
 ) -> RecomputeHandle:
     """Turn on activation checkpointing for the blocks of a model.
 
-    Their activations are recomputed in the backward pass. Gradients stay bitwise identical. The
-    model keeps the names of its parameters and its hooks. In a forward pass with gradients,
-    `config.use_cache` is off in the modules around the blocks.
+    The activations of these blocks are recomputed in the backward pass. Gradients stay bitwise
+    identical, and the model keeps the names of its parameters and its hooks. During a forward pass
+    with gradients, `config.use_cache` is False in the modules around the blocks.
 
     Args:
         model: The model, changed in place.
-        how: "full" for every block; "every 2" for every second; "operators" to save the expensive
-            matmuls and recompute the cheap operators; or the bytes that the blocks may hold, such
-            as "12 MiB". With bytes, the blocks are measured on the first batch, and the set that
-            costs the least time is chosen.
+        how: "full" recomputes every block; "every 2" every second block; "operators" recomputes the
+            cheap operators of every block and saves the outputs of expensive matmuls. A size such
+            as "12 MiB" is the memory that the blocks may hold: the blocks are measured with the
+            first batch, and the set of blocks that costs the least time is recomputed.
         blocks: The blocks, as name patterns or modules; without any, the modules that repeat.
 
     Raises:
-        SpecError: For another `how`, and, in the first batch, for a budget that cannot be met.
-        InputError: Where there are no blocks, or none that can be recomputed.
+        SpecError: For any other `how`; with the first batch, for a budget that cannot be met.
+        InputError: If there are no blocks, or none that can be recomputed.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
     >>> recompute(model, "every 2").names

@@ -36,7 +36,7 @@ class FileBackedParameters(TorchFunctionMode):
     """A context in which the parameters that a model registers move to a file; it may be entered
     again.
 
-    Parameters stay in memory where the disk is full.
+    Parameters stay in memory if the disk is full.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ def _is_alone(parameter: Tensor) -> bool:
 
 
 def _map(num_bytes: int) -> Any:
-    """Return the memory map of a new file without a name; None where the disk has no space for
+    """Return the memory map of a new file without a name; None if the disk has no space for
     it."""
     try:
         with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:

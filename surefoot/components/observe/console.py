@@ -61,7 +61,7 @@ class Console:
     """Display of a run: a progress bar at a terminal, plain lines elsewhere.
 
     Args:
-        total_steps: Number of steps of the run; None where it is unknown.
+        total_steps: Number of steps of the run; None if it is unknown.
         unit: Unit of the throughput, such as "samples".
         quiet: Show nothing.
         stream: Stream of the display; None for stderr.

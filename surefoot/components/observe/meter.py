@@ -55,7 +55,7 @@ class Summary:
 class Meter:
     """Collector of step reports for one window of steps.
 
-    `take` reads the reports, the only wait for the device, and starts a new window.
+    `take` reads the reports and starts a new window. Only `take` waits for the device.
     """
 
     def __init__(self) -> None:

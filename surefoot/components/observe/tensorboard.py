@@ -22,9 +22,8 @@ FIRST_WRITE_S = 10.0  # importing TensorBoard takes about 0.5 s, so it waits for
 class TensorBoard:
     """Writer of the scalars of Step and Evaluated events below `folder`.
 
-    The file is written in the calling thread. TensorBoard's own writer uses a thread, and waiting
-    for that thread hangs forever once it has died, for example of a MemoryError after it took a
-    record from the queue.
+    The file is written in the calling thread. TensorBoard's own writer uses a second thread; if
+    that thread has died, for example of a MemoryError, waiting for it hangs forever.
 
     Args:
         folder: The folder of the event files.
@@ -48,8 +47,8 @@ class TensorBoard:
     def write(self, event: Event) -> None:
         """Buffer an event, and write the buffered events every `FIRST_WRITE_S` seconds.
 
-        Raises StorageError once, when the files cannot be written; after that error the writer is
-        off.
+        Raises StorageError once, when the files cannot be written; after that error the writer does
+        nothing.
         """
         if not self._on or not isinstance(event, Step | Evaluated):
             return

@@ -19,16 +19,16 @@ from surefoot.core.errors import RunFolderError
 class WeightAverage:
     """EMA of the weights: average = d * average + (1 - d) * weights.
 
-    d is min(decay, (1 + n) / (10 + n)) after n updates, the ramp of
-    tf.train.ExponentialMovingAverage. The averages start as the weights are when this is built.
+    After n updates, d is min(decay, (1 + n) / (10 + n)), like in tf.train.ExponentialMovingAverage.
+    The initial averages are the weights at the time at which the object is created.
 
     Args:
         parameters: The parameters to average.
-        decay: The decay, the upper limit of d.
+        decay: The upper limit of d.
         ramp: False makes d equal to `decay` from the first update on, as in torch.optim.swa_utils.
-        buffers: Buffers to average, such as `model.buffers()`, by the same formula; those of
-            integers are copied, as AveragedModel does with use_buffers=True. Without them the model
-            keeps its buffers while the averages are swapped in.
+        buffers: Buffers to average by the same formula, such as `model.buffers()`; integer buffers
+            are copied, as AveragedModel does with use_buffers=True. Buffers that are not passed
+            stay unchanged while the averages are swapped in.
     """
 
     def __init__(

@@ -370,7 +370,10 @@ def norms_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def times(tensors: Sequence[Tensor], factors: float | Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors: each times `factors`, or times its scalar tensor in that sequence."""
+    """Return new tensors: each of `tensors` multiplied by a factor.
+
+    `factors` is one number for all tensors, or a scalar tensor for each.
+    """
     return list(
         torch._foreach_mul(list(tensors), factors if isinstance(factors, float) else list(factors))
     )

@@ -1,6 +1,6 @@
 """Learning rates: those of parameter groups before the schedule, and their scaling to a batch size.
 
-A loop may set the learning rates of groups directly, as torch's schedulers do. Warnings tell where
+A loop may set the learning rates of groups directly, as torch's schedulers do. Warnings say where
 the rule that scales a learning rate fails.
 """
 
@@ -59,7 +59,7 @@ class LearningRates:
     def read(self) -> list[float]:
         """Return the base learning rate of each group.
 
-        Raises SpecError where other code has set a learning rate that a curve or a multiplier
+        Raises SpecError if other code has set a learning rate that a curve or a multiplier
         decides.
         """
         for number, (group, written) in enumerate(zip(self._groups, self._written, strict=True)):

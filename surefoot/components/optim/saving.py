@@ -98,7 +98,7 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def restore(
     optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]
 ) -> None:
-    """Restore a saved state; where no groups were saved, the optimizer's groups are unchanged.
+    """Restore a saved state; if no groups were saved, the optimizer's groups are unchanged.
 
     Raises RunFolderError for the state of another optimizer type, or of other parameters.
     """

@@ -36,8 +36,8 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 class GuardedUpdate:
     """Optimizer step that divides summed gradients by their count and skips non-finite ones.
 
-    Groups, states and, without a curve, learning rates are read from the optimizers at every step,
-    so that changes by other code count.
+    Groups, states and (without `curve`) learning rates are read from the optimizers at every step,
+    so changes that other code makes to them have an effect.
 
     Args:
         optimizers: The optimizers, which step together.
@@ -167,8 +167,8 @@ class GuardedUpdate:
         return self._parameters
 
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
-        """Apply these optimizers too from the next update on; the host decides whether to apply
-        it if one of them cannot decide on the device."""
+        """Apply these optimizers too from the next update on. If one of them cannot decide on the
+        device whether to apply an update, the host decides."""
         self.optimizers += optimizers
         self._take_optimizers()
 
@@ -265,11 +265,11 @@ class GuardedUpdate:
                 )
 
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
-        """Update with the gradients times `factor`, clipped, unless their norm is not finite.
+        """Multiply the gradients by `factor`, clip them, and update if their norm is finite.
 
-        Returns the global norm before clipping (of the gradients times `factor`) and whether the
-        update was applied; 0 and False without gradients. Raises SpecError for a factor that is not
-        above 0, where it can be read without waiting for a device.
+        Returns the global norm of the gradients times `factor` before clipping, and whether the
+        update was applied; 0 and False without gradients. Raises SpecError for a factor of 0 or
+        below, if it can be read without waiting for a device.
         """
         self._follow_optimizers()  # once for the whole update
         grads = self._gradients()
@@ -340,7 +340,7 @@ class GuardedUpdate:
     # ---- the update as a part of a graph
 
     def check_traceable(self) -> None:
-        """Raise SpecError where the update cannot be part of a graph."""
+        """Raise SpecError if the update cannot be part of a graph."""
         from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 
         other, have_rules = 'or compile.what = "model"', (Adam, AdamW, SGD, Lars, Lamb)
@@ -399,8 +399,8 @@ class GuardedUpdate:
         return rates
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
-        """Count an update if it was `applied`, where a gradient exists; return the same as
-        `step_if_finite`."""
+        """Count an update of a compiled step if it was `applied`; return what `step_if_finite`
+        returns."""
         for each in (each for groups in self._fused for each in groups or ()):
             each.count_traced(applied)
         if self.on_device:

@@ -17,9 +17,10 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Apart(NamedTuple):
-    """A rank whose tensor `name` differs from the other ranks'.
+    """A rank whose tensor `name` differs from that of the other ranks.
 
-    `is_certain` is true where more than half of the ranks agree; else the rank differs from rank 0.
+    If `is_certain` is true, more than half of the ranks agree, and this rank differs from them;
+    otherwise this rank differs from rank 0.
     """
 
     rank: int

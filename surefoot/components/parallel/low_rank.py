@@ -12,7 +12,7 @@ previous step, one step of power iteration:
 
 These are sums, not means, and a rank keeps the error of its M_i: the residuals add up to the part
 of the sum that was not sent. The columns of P are orthonormalized by Householder reflections (QR),
-which give orthonormal columns also where P has a lower rank. The columns of Q have length 1; a
+which give orthonormal columns even if P has a lower rank. The columns of Q have length 1; a
 column of zeros is replaced by fixed random numbers, since power iteration would leave it at zero.
 
 Gradients are sums, which a step multiplies by a factor, as 1 / count or 1 / loss scale. A residual
@@ -144,7 +144,7 @@ class LowRank:
             each.next = torch.where(length > 0, all_ / length, each.fresh)
 
     def keep(self, applied: bool | Tensor) -> None:
-        """End the step: where it was `applied`, replace the residuals and Q by those after it."""
+        """End the step: if it was `applied`, replace the residuals and Q by those after it."""
         self._is_open = False
         for each in self.held:
             moves = (self._presence[each.place] > 0) & applied

@@ -24,14 +24,15 @@ Slot = tuple[nn.Module, str]
 class JoinedBuffers:
     """Synchronization of a model's buffers over the ranks of a group.
 
-    Every rank calls `keep` before and `join` after the forward passes of a step. Buffers that are
-    not running statistics take the values of rank 0.
+    Every rank calls `keep` before the forward passes of a step and `join` after them. Running
+    statistics get the values that one process would compute; all other buffers get the values of
+    rank 0.
 
     Args:
         model: The model.
         group: The ranks.
         joins_norms: False gives running statistics the values of rank 0 too.
-        virtual: Virtual ranks; `end_one` must then be called after each of them.
+        virtual: Virtual ranks; `end_one` must be called after each virtual rank. None without them.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class JoinedBuffers:
 
     def find_spoiled(self) -> tuple[str, list[int]] | None:
         """Return a joined running statistic that is not finite, and the ranks whose part is not
-        finite; None where all are finite.
+        finite; None if all are finite.
 
         All ranks must call it, and get the same result. The host waits where the statistics are on
         a device.

@@ -60,11 +60,11 @@ class Bucket:
 class Replicas:
     """All-reduce of gradients over the ranks of a group, overlapped with the backward pass.
 
-    Call `arm()` before the last backward pass of a step and `finish()` after it: then each gradient
-    is the sum over all ranks, bitwise identical on each. A parameter without a gradient on some
-    ranks counts as 0 on those; one without a gradient on every rank keeps none. Parameters in 16
-    bits are summed in fp32. Where a parameter has a master, the gradient is in the master's
-    `.grad`, and is summed there.
+    Call `arm()` before the last backward pass of a step and `finish()` after it: each gradient is
+    then the sum over all ranks, bitwise identical on all ranks. If a parameter has a gradient on
+    some ranks only, the gradient of the other ranks counts as 0; if it has none on any rank, it
+    gets none. Gradients of 16-bit parameters are summed in fp32. If a parameter has a master, the
+    gradient in the `.grad` of the master is summed.
 
     Args:
         parameters: The parameters; those without requires_grad are left out.
@@ -72,10 +72,10 @@ class Replicas:
         bucket_bytes: The size of a bucket.
         first_bytes: The size of the first bucket, which is small so that it is sent early.
         compress: The compression; the sums are those of the compressed gradients. With powersgd,
-            call `keep()` once it is known whether the step was applied.
+            call `keep()` when it is known whether the step was applied.
         in_order: Sum in an order that does not depend on the number of ranks (`exact`).
-        sparse: Parameters with sparse gradients: they are summed as dense tensors, and returned as
-            sparse ones with the rows of any rank.
+        sparse: Parameters with sparse gradients. They are summed as dense tensors; the result is
+            sparse and has the rows that any rank has.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Replicas:
         self._hooks, self._buckets = [], []
 
     def arm(self) -> None:
-        """Send each gradient as soon as it exists, from now on.
+        """Send each gradient as soon as the backward pass has computed it, from now on.
 
-        Raises TaskError where gradients were sent since the last `arm()` without `finish()`.
+        Raises TaskError if gradients were sent since the last `arm()` without a `finish()`.
         """
         if self._is_armed and self._next and not self._group.is_alone:
             raise TaskError(
@@ -269,7 +269,7 @@ class Replicas:
     @torch.no_grad()
     def _put_again(self, bucket: Bucket, number: int, index: int, grad: Tensor | None) -> None:
         """Update a gradient that is in its bucket already, after more was added to it. Raises
-        TaskError where it was sent already."""
+        TaskError if it was sent already."""
         if number < self._next and not self._group.is_alone:
             shape = tuple(bucket.parameters[index].shape)
             raise TaskError(

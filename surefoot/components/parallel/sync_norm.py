@@ -22,9 +22,10 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class SyncNorm(_BatchNorm):
-    """BatchNorm over the ranks of `group`, in training; every rank must call it equally often.
+    """BatchNorm whose statistics in training are those of the samples of all ranks of `group`.
 
-    With one rank it is a BatchNorm. The arguments are those of torch's BatchNorm.
+    Every rank must call it the same number of times. With one rank it is a plain BatchNorm. The
+    arguments are those of torch's BatchNorm.
     """
 
     group: Group = ALONE

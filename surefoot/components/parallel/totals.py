@@ -87,7 +87,7 @@ class Totals:
     def add_counts(self, update: str, counts: Sequence[tuple[str, float]]) -> dict[str, float]:
         """Return counts summed over all ranks, for use before the backward pass.
 
-        Every rank passes the same names, or none where it has no batch.
+        Every rank passes the same names, or none if it has no batch.
         """
         names = self._find_names(
             f"{update} (counts)", {name: (torch.zeros(()), 0.0, 1.0) for name, _ in counts}

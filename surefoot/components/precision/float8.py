@@ -81,7 +81,7 @@ def to_float8(
 
     With `emulate`, and on any CPU, inputs are rounded to float8 and multiplied in fp32. Each layer
     stays the same object, with its hooks, and wherever else it is used. Raises MissingExtra without
-    torchao, SpecError where there is no layer to convert.
+    torchao, SpecError if there is no layer to convert.
     """
     found = find_linear(model, kept)
     if not found.layers:

@@ -55,7 +55,7 @@ class Overflow:
 
     @property
     def remedy(self) -> str | None:
-        """The spec setting that helps; None where the dtype is not the cause."""
+        """The spec setting that helps; None if the dtype is not the cause."""
         if self.dtype not in ("fp16", "bf16"):
             return None
         return (

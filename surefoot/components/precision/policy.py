@@ -143,8 +143,8 @@ def compute_context(
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Return a factory of contexts for the forward pass: autocast, or a null context for 32 bits.
 
-    After the first call for autocast on a CPU, softmax, norms and sums stay fp32 there as they do
-    on a GPU, in the whole process.
+    The first call for autocast on a CPU changes autocast in the whole process: from then on, it
+    computes softmax, norms and sums in fp32 on a CPU too, as it does on a GPU.
 
     Args:
         compute: The number format. "tf32" also needs `set_products`, "float8" a conversion of the
@@ -152,7 +152,7 @@ def compute_context(
         device: Device of torch.amp.
 
     Raises:
-        InputError: For another name.
+        InputError: For any other name.
     """
     if compute not in get_args(Compute):
         hint = (
@@ -206,7 +206,7 @@ def set_products(compute: str) -> Callable[[], None]:
 
 
 def _read(switch: Callable[[], Any]) -> Any:
-    """Return the value of one of torch's older switches; None where the newer ones disagree with
+    """Return the value of one of torch's older switches; None if the newer ones disagree with
     it."""
     try:
         return switch()

@@ -28,16 +28,17 @@ LARGEST = 2.0**127  # the largest power of two in fp32
 
 
 class LossScaler:
-    """Loss scale that halves on overflow and doubles after enough steps without one.
+    """Loss scale that halves on overflow and doubles after enough steps without overflow.
 
-    It is a power of two, so that scaling is exact.
+    The scale is a power of two, so that multiplying by it is exact.
 
     Args:
         initial: First scale, a power of two.
         growth_interval: Number of consecutive steps without overflow after which the scale doubles.
-        floor: Least scale; below it `is_exhausted` is true and a run should end.
-        device: Device on which scale and step count are tensors, for which the host does not wait;
-            None keeps them as numbers.
+        floor: Minimum of the scale; if the scale falls below it, `is_exhausted` is true and a run
+            should end.
+        device: Device on which scale and step count are stored as tensors, so that the host does
+            not wait for them; None stores them as numbers.
 
     Raises:
         InputError: For a scale that is not a power of two.

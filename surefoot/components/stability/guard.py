@@ -38,8 +38,8 @@ class GuardFault:
 class Guard:
     """Check of step reports for skipped steps and divergence.
 
-    Reports are judged together when a window is read, so that on an asynchronous device the host
-    waits for no single step.
+    The reports of a window of steps are checked together, so that the host does not wait for an
+    asynchronous device after each step.
 
     Args:
         table: The table [stability] of a spec.

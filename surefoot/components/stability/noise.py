@@ -24,7 +24,7 @@ class Noise:
     """An estimate over the last `num_steps`: the noise scale in samples, and the ends of its 95 %
     confidence interval.
 
-    `scale` and `high` are None where the gradient cannot be distinguished from its noise: the scale
+    `scale` and `high` are None if the gradient cannot be distinguished from its noise: the scale
     is then at least `low`.
     """
 
@@ -76,10 +76,13 @@ class GradientNoise:
     def add(
         self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int
     ) -> None:
-        """Add one step: the squared norms of the mean gradients over `part` of its samples, and
-        over all `whole` of them.
+        """Add one step; the host does not wait for the device.
 
-        The host does not wait for the device.
+        Args:
+            part_square: Squared norm of the mean gradient over `part` samples of the step.
+            whole_square: Squared norm of the mean gradient over all `whole` samples of the step.
+            part: Number of samples in the part.
+            whole: Number of samples in the step.
         """
         self._unread.append((part_square, whole_square, part, whole))
 
@@ -94,9 +97,10 @@ class GradientNoise:
                 self._pairs.append((signal, (part_square - whole_square) / (1 / part - 1 / whole)))
 
     def estimate(self) -> Noise | None:
-        """Return the ratio of the mean estimates, with a bootstrap interval over the steps.
+        """Return the noise scale: the ratio of the mean estimates, with a bootstrap interval.
 
-        None with fewer than eight steps, and where all gradients are 0.
+        The interval is taken over the steps. None with fewer than eight steps, and if all gradients
+        are 0.
         """
         self._read()
         if len(self._pairs) < LEAST:

@@ -26,8 +26,9 @@ def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[str]:
     """Replace every BatchNorm of a model by a GroupNorm with its weight and bias.
 
-    Running statistics are dropped: each sample is normalized separately, in training as in
-    evaluation, so that the split of a batch changes nothing. Call it before the optimizer is built.
+    Each sample is then normalized separately, in training and in evaluation, so the result does not
+    depend on how a batch is split. Running statistics are dropped. Call the function before the
+    optimizer is created.
 
     Args:
         model: The model, changed in place.
@@ -38,9 +39,9 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
         The names of the replaced modules.
 
     Raises:
-        SpecError: For another `to`.
-        TaskError: For a model that is itself a BatchNorm, and for a BatchNorm with another forward,
-            as one with its activation.
+        SpecError: For any other value of `to`.
+        TaskError: For a model that is itself a BatchNorm, and for a subclass of BatchNorm with a
+            different forward, such as one that includes an activation.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64))
     >>> convert_batchnorm(model, "group"), model[1].num_groups

@@ -109,13 +109,16 @@ def is_regular(folder: Path, name: str) -> bool:
 def open_file(folder: Path, name: str) -> BinaryIO:
     """Open the file `name` below `folder` for reading bytes.
 
-    Raises OSError as `open_descriptor`.
+    Raises OSError as `open_descriptor` does.
     """
     return os.fdopen(open_descriptor(folder, name), "rb")
 
 
 def read_bytes(folder: Path, name: str) -> bytes:
-    """Return the content of the file `name` below `folder`. Raises OSError as `open_descriptor`."""
+    """Return the content of the file `name` below `folder`.
+
+    Raises OSError as `open_descriptor` does.
+    """
     with open_file(folder, name) as file:
         return file.read()
 
@@ -123,7 +126,7 @@ def read_bytes(folder: Path, name: str) -> bytes:
 def read_text(folder: Path, name: str) -> str:
     """Return the content of a UTF-8 text file.
 
-    Raises OSError as `open_descriptor` does, UnicodeDecodeError for another encoding.
+    Raises OSError as `open_descriptor` does, and UnicodeDecodeError for a different encoding.
     """
     return read_bytes(folder, name).decode("utf-8")
 
@@ -183,7 +186,7 @@ def apply_umask(path: Path) -> None:
 def _umask() -> int:
     """Return the umask, from /proc where possible.
 
-    Reading it with `os.umask` changes it for a moment, also for other threads.
+    Reading it with `os.umask` changes it for a moment, even for other threads.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(STATUS_FILE.read_text().partition("\nUmask:")[2].split()[0], 8)

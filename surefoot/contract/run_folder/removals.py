@@ -25,7 +25,7 @@ FILE = "removed.jsonl"
 class Removal(NamedTuple):
     """A checkpoint that surefoot deleted.
 
-    `generation` is the attempt that wrote it, None where its manifest could not be read.
+    `generation` is the attempt that wrote it, None if its manifest could not be read.
     """
 
     step: int
@@ -34,7 +34,7 @@ class Removal(NamedTuple):
 
 
 def record(run: Path, steps: Sequence[int]) -> bool:
-    """Record that the checkpoints of `steps` are deleted; return False where the disk refuses.
+    """Record that the checkpoints of `steps` are deleted; return False if the write fails.
 
     A folder without a log gets no record.
     """

@@ -141,14 +141,14 @@ def retain(
 
     Args:
         run: The run folder.
-        keep: Number of newest checkpoints to keep; at least two are kept, since one of them may
+        keep: Number of newest checkpoints to keep; at least two are kept, because one of them may
             turn out damaged.
         every: Keep the checkpoints of steps that are multiples of this; None for none.
         every_s: Keep the first checkpoint after each multiple of this many seconds of training;
             None for none.
         keep_best: Number of checkpoints with the best scores to keep.
-        budget_bytes: Most bytes of all checkpoints; the oldest are deleted until the others fit,
-            except the newest two and the best. None for no limit.
+        budget_bytes: Maximum size of all checkpoints together; the oldest are deleted until the
+            others fit, but never the newest two and the best. None for no limit.
 
     Returns:
         The steps of the deleted checkpoints.
@@ -190,7 +190,7 @@ def find_in_the_way(
 ) -> list[int]:
     """Return the oldest checkpoints whose deletion frees space for one of `need_bytes`.
 
-    Empty where that is not possible. The best `keep_best`, multiples of `every` and milestones are
+    Empty if that is not possible. The best `keep_best`, multiples of `every` and milestones are
     kept; of the others all may be deleted, newest last, as long as one checkpoint is left.
     """
     steps = manifests.steps(run)

@@ -31,8 +31,8 @@ LOCK_STATES = {True: "held", False: "free", None: UNKNOWN_STATE}
 class Health:
     """The state of a run and the facts it was concluded from.
 
-    `lock` is whether the run's lock is held, None where that is not known. `age_s` is the age of
-    the last record in seconds, None where the clock was set back.
+    `lock` is whether the run's lock is held, None if that is not known. `age_s` is the age of
+    the last record in seconds, None if the clock was set back.
     """
 
     state: str
@@ -52,7 +52,7 @@ class Health:
     def as_row(self) -> dict[str, Any]:
         """Return the fields of `--json`: times in seconds since 1970.
 
-        `last_record_age_s` is None where the clock was set back.
+        `last_record_age_s` is None if the clock was set back.
         """
         return {
             "state": self.state,

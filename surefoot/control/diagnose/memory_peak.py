@@ -61,7 +61,7 @@ class MeasuredMemory:
 class Remedy:
     """A suggested change, the bytes by which it lowers the peak, and how that is known.
 
-    `saved_bytes` is negative where the peak rises, None where the effect is not known.
+    `saved_bytes` is negative where the peak rises, None if the effect is not known.
     """
 
     change: str
@@ -120,7 +120,7 @@ def find_memory_use(
     measured: Sequence[MeasuredMemory] = (),
     spec_file: str = "SPEC",
 ) -> MemoryUse | None:
-    """Judge the peak memory of the newest attempt among `events`; None where a number is missing.
+    """Judge the peak memory of the newest attempt among `events`; None if a number is missing.
 
     Args:
         events: records of the run, in the order written.
@@ -284,7 +284,7 @@ def _halve_microbatch(batch: int | None, microbatch: int | None) -> int | None:
 def _as_predicted(
     started: Started, change: str, saved_bytes: float | None, spec_file: str
 ) -> Remedy:
-    """Return a change as `--set` takes it, or in words where no `--set` does, with its effect."""
+    """Return a change as `--set` takes it, or in words if no `--set` does, with its effect."""
     spec, (key, _, _) = _spec(started), change.partition("=")
     if spec is None:
         return Remedy(

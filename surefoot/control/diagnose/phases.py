@@ -43,7 +43,7 @@ class Phase:
 class Phases:
     """Time of an attempt by phase.
 
-    `wall_s` was measured by an independent clock; None where the attempt recorded no end.
+    `wall_s` was measured by an independent clock; None if the attempt recorded no end.
     """
 
     phases: tuple[Phase, ...]
@@ -56,7 +56,7 @@ class Phases:
 
     @property
     def coverage(self) -> float | None:
-        """Sum of the phases as a share of the wall time; None where that is not known."""
+        """Sum of the phases as a share of the wall time; None if that is not known."""
         return self.total_s / self.wall_s if self.wall_s else None
 
     def as_row(self) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Phases:
 def newest_attempt(events: Iterable[Event]) -> list[Event]:
     """Return the records of the newest attempt among `events`, in the order written.
 
-    Returns all of them where none starts an attempt.
+    Returns all of them if none starts an attempt.
     """
     attempt: list[Event] = []
     for event in events:
@@ -121,7 +121,7 @@ def _phases_of_attempt(attempt: Sequence[Event]) -> Mapping[str, Any]:
 def find_phases(events: Iterable[Event]) -> Phases | None:
     """Return the time by phase of the newest attempt among `events`, in the order written.
 
-    None where its records hold no phases, as in logs of older versions.
+    None if its records hold no phases, as in logs of older versions.
     """
     attempt = newest_attempt(events)
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]

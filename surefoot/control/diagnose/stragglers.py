@@ -53,7 +53,7 @@ class Waits:
 def find_waits(events: Iterable[Event]) -> Waits | None:
     """Return the waits in the newest attempt among `events`, in the order written.
 
-    None for a run of one rank, and where no waits were recorded.
+    None for a run of one rank, and if no waits were recorded.
     """
     attempt = newest_attempt(events)
     rows = [event.ranks for event in attempt if isinstance(event, Step) and event.ranks]

@@ -25,7 +25,7 @@ IN_VAIN = "consecutive attempts ended like this without a new checkpoint"
 
 
 class ExitKind(Enum):
-    """End of an attempt; `is_retried` is True where a restart may help."""
+    """End of an attempt; `is_retried` is True if a restart may help."""
 
     RAISED = "it raised an error"
     ABORTED = "it ended itself with a signal"
@@ -44,7 +44,7 @@ class ExitKind(Enum):
 
 
 class RankFailure(NamedTuple):
-    """End of an attempt, and the slot that is to blame; None where no single slot is."""
+    """End of an attempt, and the slot that is to blame; None if no single slot is."""
 
     how: ExitKind
     place: int | None = None
@@ -99,10 +99,11 @@ class RestartHistory:
 def read_code(code: int) -> ExitKind:
     """Return how a process ended, from its exit code; the code of a signal is negative.
 
-    SIGKILL comes from outside: a user, or the kernel when memory ran out. After SIGSEGV, SIGBUS,
-    SIGILL and SIGFPE the code may be wrong, or the memory of one slot: one restart is worth trying.
-    With SIGABRT and the remaining signals a program ends itself, for example gloo or a failed
-    check.
+    PARTED: the connection to the other ranks was lost. TOLD: another process sent a signal that
+    asks for an end. KILLED: SIGKILL, from a user, or from the kernel when memory ran out. CRASHED:
+    SIGSEGV, SIGBUS, SIGILL or SIGFPE; the cause is the code, or the memory of one slot, so one
+    restart is worth trying. ABORTED: any other signal, with which a program ends itself, such as
+    SIGABRT after a failed check or in gloo. RAISED: any other exit code.
 
     >>> [read_code(each).name for each in (3, 8, 143, -9, -11, -6)]
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']
@@ -129,10 +130,10 @@ def decide(
 ) -> tuple[Decision, RestartHistory]:
     """Return what to do after `fault` when `num_commits` checkpoints exist, and the new history.
 
-    Stop for a fault that a restart cannot mend; when two slots crashed with no checkpoint between,
-    since then the code is wrong; and after more than `max_restarts` consecutive attempts without a
-    new checkpoint. Leave out a slot that failed twice in a row, or that was left out before, if
-    enough slots remain. Otherwise restart all ranks.
+    The run stops in three cases: the cause remains after a restart; two slots crashed without a
+    checkpoint between the crashes, so the cause is the code; or there were more than `max_restarts`
+    consecutive attempts without a new checkpoint. A slot that failed twice in a row, or that was
+    left out before, is left out if enough slots remain. Otherwise all ranks restart.
     """
     place, in_vain = fault.place, course.in_vain + 1 if num_commits == course.num_commits else 1
     after = replace(course, num_commits=num_commits, in_vain=in_vain)

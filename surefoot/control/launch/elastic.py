@@ -32,7 +32,7 @@ JOIN_S = 1.0
 class AttemptEnd(NamedTuple):
     """End of an attempt: its exit code, and the fault if there was one.
 
-    `is_asked` is True where a signal to the supervisor ended it, `is_recalled` where the supervisor
+    `is_asked` is True if a signal to the supervisor ended it, `is_recalled` if the supervisor
     ended it to restart with more ranks.
     """
 
@@ -112,7 +112,7 @@ class Places:
         )
 
     def after(self, end: AttemptEnd) -> int | None:
-        """Return the exit code of the supervisor; None where all ranks restart."""
+        """Return the exit code of the supervisor; None if all ranks restart."""
         fault = end.fault
         if self._run is None or end.is_asked or fault is None:
             return end.code

@@ -158,7 +158,7 @@ class ForkServer:
     def _read_answer(self) -> dict[str, Any]:
         """Read one answer of the server.
 
-        Raises ValueError where the server has ended without one.
+        Raises ValueError if the server has ended without one.
         """
         row: dict[str, Any] = json.loads(self._link.recv(MAX_BYTES))
         return row

@@ -299,7 +299,7 @@ def end_if_stalled(
     judge: Judge,
     told: Sequence[RankFiles],
 ) -> RankFailure | None:
-    """Report the rank that blocks the others and kill all ranks; None where no rank does."""
+    """Report the rank that blocks the others and kill all ranks; None if no rank does."""
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
     rows = snapshot_ranks(pids, told)
     if len(rows) < 2 or not judge.is_stalled(rows):

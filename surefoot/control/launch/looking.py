@@ -30,7 +30,7 @@ class Judge(NamedTuple):
 
     `is_stalled` returns whether ranks have waited too long, `tell` describes which ranks block the
     others, `hint` is the advice once all are ended. `blame` returns the blocking ranks: an empty
-    tuple where the network is at fault, None where the ranks called different collectives, which a
+    tuple where the network is at fault, None if the ranks called different collectives, which a
     restart does not mend. `tell_apart` describes the ranks that did something else when one rank
     ended inside a collective; "" for none.
     """

@@ -27,7 +27,7 @@ class Peer:
     def __init__(self, pid: int, record: int) -> None:
         """Open process `pid`, whose flight record is at the descriptor `record`.
 
-        Raises ProcessLookupError where the process has ended.
+        Raises ProcessLookupError if the process has ended.
         """
         self.pid, self._record = pid, record
         self._end = os.pidfd_open(pid)  # readable once the process has ended

@@ -46,7 +46,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 class Link:
     """A link with the cost `latency_s` + bytes / `bytes_per_s`.
 
-    `bytes_per_s` is None where larger sizes took no longer. `off` is the median relative error of
+    `bytes_per_s` is None if larger sizes took no longer. `off` is the median relative error of
     the fit, `num_left_out` the number of sizes that were not used.
     """
 

@@ -27,7 +27,7 @@ class SaveAdvice:
 def advise_interval(save_s: float, between_s: float, write_s: float = 0.0) -> SaveAdvice | None:
     """Return the interval sqrt(2 * save time * mean time between failures), or None.
 
-    None where one of the two is not a positive finite number. An asynchronous save costs training
+    None if one of the two is not a positive finite number. An asynchronous save costs training
     less than the `write_s` it takes; the next save starts after it.
 
     >>> advice = advise_interval(save_s=2.0, between_s=3600.0)

@@ -56,7 +56,7 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
 
 
 def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | None:
-    """Draw curves in one pair of axes; None where there is nothing to draw."""
+    """Draw curves in one pair of axes; None if there is nothing to draw."""
     lines = [replace(line, points=_mask_out_of_range(line.points)) for line in lines]
     lines = [line for line in lines if any(is_drawn(y) for _, y in line.points)]
     values = [y for line in lines for _, y in line.points]

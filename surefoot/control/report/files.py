@@ -177,7 +177,7 @@ def _open(path: Path, limit: int) -> bytes:
 def _read(path: Path) -> Mapping[str, Any]:
     """Return the object of a JSON file.
 
-    Raises RunFolderError for another version than `VERSION`.
+    Raises RunFolderError for any version other than `VERSION`.
     """
     try:
         text = _open(path, MAX_BYTES).decode()

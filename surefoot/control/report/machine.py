@@ -89,7 +89,7 @@ def draw_roofline(found: Roofline) -> Figure | None:
 
 
 def _position(point: RooflinePoint) -> tuple[float | None, float | None]:
-    """Return FLOPs per byte and GFLOP/s of a point; None where a count is unknown or 0."""
+    """Return FLOPs per byte and GFLOP/s of a point; None if a count is unknown or 0."""
     counts = [point.flops or 0.0, point.num_bytes or 0.0, point.elapsed_s or 0.0]
     if min(counts) <= 0:
         return None, None

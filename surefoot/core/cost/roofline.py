@@ -210,7 +210,7 @@ class Utilization:
 def read_utilization(text: str) -> Utilization | None:
     """Return the utilization in the text of `roofline.json`.
 
-    None where the text is invalid or of another version.
+    None if the text is invalid or of another version.
     """
     try:
         row = json.loads(text)

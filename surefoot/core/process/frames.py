@@ -45,7 +45,7 @@ def is_of_library(file: str) -> bool:
 
 
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame of the traceback in user code; None where there is none."""
+    """Return the innermost frame of the traceback in user code; None if there is none."""
     chosen = None
     for frame, summary in zip(
         traceback.walk_tb(error.__traceback__),

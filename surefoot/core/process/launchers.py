@@ -17,7 +17,7 @@ LAST_STEP = 0xFFFF_FFF0
 class Tasks:
     """Several processes that run one command: launcher, number, its variable, number of hosts.
 
-    `number` is None where it is unknown.
+    `number` is None if it is unknown.
     """
 
     launcher: str

@@ -18,9 +18,9 @@ Transport = Literal["auto", "shared_memory", "gloo"]  # of ranks on CPUs
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks per axis, and what the shard axis splits.
+    """Number of ranks on each axis, and the ZeRO stage of the shard axis.
 
-    Adjacent ranks share a shard axis: `replicate` is the outer axis.
+    Ranks with consecutive numbers are on the same shard axis: `replicate` is the outer axis.
 
     Args:
         replicate: Number of replicas of the state.
@@ -93,7 +93,7 @@ class Layout:
 def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) -> Layout:
     """Return the layout of a run on `world_size` ranks.
 
-    A `replicate` of None becomes world_size / shard. Raises SpecError where the axes do not
+    A `replicate` of None becomes world_size / shard. Raises SpecError if the axes do not
     multiply to `world_size`.
     """
     are = f"there {'is' if world_size == 1 else 'are'} {world_size} rank{'s' * (world_size != 1)}"

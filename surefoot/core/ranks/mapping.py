@@ -15,7 +15,7 @@ from typing import Any
 def map_file(descriptor: int, size: int) -> Any:
     """Map `size` bytes of a file, shared with all processes that map it.
 
-    Returns a ctypes array of bytes, which is unmapped when it is garbage-collected; None where the
+    Returns a ctypes array of bytes, which is unmapped when it is garbage-collected; None if the
     system refuses.
     """
     calls = _calls()

@@ -8,7 +8,7 @@ from surefoot.core.errors import SpecError
 
 
 def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int) -> None:
-    """Raise SpecError where the smallest batch has fewer microbatches than there are ranks."""
+    """Raise SpecError if the smallest batch has fewer microbatches than there are ranks."""
     smallest = min(batches)
     pieces = smallest if microbatch is None else -(-smallest // microbatch)
     if pieces < num_ranks:
@@ -25,7 +25,7 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
 def check_equal_passes(
     batches: Iterable[int], microbatch: int | None, num_ranks: int, *, has_ramp: bool = False
 ) -> None:
-    """Raise SpecError where ranks compute different numbers of forward passes in a step.
+    """Raise SpecError if ranks compute different numbers of forward passes in a step.
 
     With synchronized BatchNorm a rank with more passes would wait for the others.
     """
@@ -43,7 +43,7 @@ def check_equal_passes(
 
 
 def check_virtual(virtual_ranks: int, num_ranks: int) -> None:
-    """Raise SpecError where the virtual ranks cannot be divided evenly among the ranks."""
+    """Raise SpecError if the virtual ranks cannot be divided evenly among the ranks."""
     if virtual_ranks % num_ranks:
         legal = [str(each) for each in range(1, virtual_ranks + 1) if virtual_ranks % each == 0]
         raise SpecError(

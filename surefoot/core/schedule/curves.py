@@ -38,7 +38,7 @@ def constant(step: int, factor: float = 1.0) -> float:
 
 
 def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> float:
-    """Return start + (floor - start) t/T, a straight line, as torch's LinearLR.
+    """Return start + (floor - start) t/T, a straight line, like torch's LinearLR.
 
     Args:
         step: Number of applied updates (t), from 0.
@@ -55,8 +55,8 @@ def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> fl
 def cosine(step: int, length: int, floor: float = 0.0) -> float:
     """Return half a cosine from 1 to `floor`: floor + (1 - floor)/2 (1 + cos(pi t/T)).
 
-    After T steps it stays at `floor`, where torch's CosineAnnealingLR rises again. Loshchilov and
-    Hutter 2017, arXiv 1608.03983.
+    After T steps the value stays at `floor`, while that of torch's CosineAnnealingLR rises again.
+    Loshchilov and Hutter 2017, arXiv 1608.03983.
 
     Args:
         step: Number of applied updates (t), from 0.
@@ -70,15 +70,15 @@ def cosine(step: int, length: int, floor: float = 0.0) -> float:
 
 
 def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) -> float:
-    """Return a cosine with warm restarts, as torch's CosineAnnealingWarmRestarts.
+    """Return a cosine with warm restarts, like torch's CosineAnnealingWarmRestarts.
 
     Loshchilov and Hutter 2017, arXiv 1608.03983.
 
     Args:
         step: Number of applied updates, from 0.
         first: Number of steps of the first cycle.
-        factor: Length of each later cycle, in lengths of the cycle before it.
-        floor: Multiplier to which each cycle falls.
+        factor: Length of each later cycle divided by the length of the cycle before it.
+        floor: Multiplier at the end of each cycle.
 
     >>> [cosine_restarts(step, 10, factor=2) for step in (0, 10, 30, 70)]  # lengths 10, 20, 40
     [1.0, 1.0, 1.0, 1.0]
@@ -95,7 +95,7 @@ def cosine_restarts(step: int, first: int, factor: int = 1, floor: float = 0.0) 
 
 
 def step_decay(step: int, every: int, factor: float = 0.1) -> float:
-    """Return factor^floor(t/S), as torch's StepLR.
+    """Return factor^floor(t/S), like torch's StepLR.
 
     Args:
         step: Number of applied updates (t), from 0.
@@ -109,7 +109,7 @@ def step_decay(step: int, every: int, factor: float = 0.1) -> float:
 
 
 def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> float:
-    """Return the value multiplied by `factor` at each milestone, as torch's MultiStepLR.
+    """Return the value multiplied by `factor` at each milestone, like torch's MultiStepLR.
 
     Args:
         step: Number of applied updates, from 0.
@@ -123,7 +123,7 @@ def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> flo
 
 
 def exponential(step: int, factor: float, every: int = 1) -> float:
-    """Return factor^(t/S), a smooth decay; with `every` 1 as torch's ExponentialLR.
+    """Return factor^(t/S), a smooth decay; with `every` 1 like torch's ExponentialLR.
 
     Args:
         step: Number of applied updates (t), from 0.
@@ -137,7 +137,7 @@ def exponential(step: int, factor: float, every: int = 1) -> float:
 
 
 def polynomial(step: int, length: int, power: float = 1.0, floor: float = 0.0) -> float:
-    """Return floor + (1 - floor) (1 - t/T)^power, as torch's PolynomialLR with a floor.
+    """Return floor + (1 - floor) (1 - t/T)^power, like torch's PolynomialLR with a floor.
 
     Args:
         step: Number of applied updates (t), from 0.
@@ -230,7 +230,7 @@ def one_cycle(
 ) -> float:
     """Return one cycle: from `start` up to 1, then down to `final` at the last update.
 
-    As torch's OneCycleLR with pct_start = peak, div_factor = 1/start, final_div_factor =
+    Equals torch's OneCycleLR with pct_start = peak, div_factor = 1/start and final_div_factor =
     start/final. Smith and Topin 2018, arXiv 1708.07120.
 
     Args:
@@ -255,7 +255,7 @@ def one_cycle_momentum(
     high: float = 0.95,
     shape: Shape = "cosine",
 ) -> float:
-    """Return the momentum of `one_cycle` (or Adam's first beta), which moves against the lr.
+    """Return the momentum (or Adam's first beta) for `one_cycle`: low where the lr is high.
 
     The value is the momentum itself, not a multiplier.
 
@@ -274,7 +274,7 @@ def one_cycle_momentum(
 
 
 def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier:
-    """Return the curves one after another, each counting its steps from 0, as torch's SequentialLR.
+    """Return curves one after another, each with steps from 0, like torch's SequentialLR.
 
     Args:
         pieces: (curve, number of steps) of each piece; a curve maps a step to a multiplier.
@@ -308,11 +308,12 @@ def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier
 class Plateau:
     """Multiplier that falls after `patience` consecutive checks without improvement.
 
-    It is an immutable value: `observe` returns the next one. Torch's ReduceLROnPlateau lowers one
-    check later: its patience 10 is the eleventh bad check, here the tenth.
+    An object does not change: `observe` returns a new one. With patience 10, the multiplier falls
+    at the tenth bad check; torch's ReduceLROnPlateau lowers the lr one check later, at the
+    eleventh.
 
     Args:
-        mode: "min" where a lower value is better, "max" where a higher one is.
+        mode: "min" if a lower value is better, "max" if a higher one is.
         factor: Multiplier of `multiplier` at each reduction.
         patience: Number of consecutive checks without improvement after which the multiplier falls.
         least: Lower limit of `multiplier`.
@@ -358,11 +359,11 @@ class Plateau:
 
 
 def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> float:
-    """Return the multiplier of an lr tuned for a batch of `reference`, when used for `batch`.
+    """Return the factor that scales an lr tuned for a batch of `reference` to a batch of `batch`.
 
-    Linear for SGD: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. The root for Adam and
-    its variants: S. Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient
-    Algorithms", 2022.
+    The linear rule is for SGD: P. Goyal et al., "Accurate, Large Minibatch SGD", 2017. The square
+    root is for Adam and its variants: S. Malladi et al., "On the SDEs and Scaling Rules for
+    Adaptive Gradient Algorithms", 2022.
 
     Args:
         batch: Samples per step, of all ranks together.

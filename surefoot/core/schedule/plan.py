@@ -75,9 +75,9 @@ class Curve:
             self.plateau = replace(self.plateau, **state)
 
     def observe(self, score: float) -> None:
-        """Pass one more check of the score to a plateau; it must be the same on every rank.
+        """Record the score of one more check for a plateau curve; other curves ignore it.
 
-        Other curves ignore it.
+        The score must be the same on every rank.
         """
         if self.plateau is not None:
             self.plateau = self.plateau.observe(score)

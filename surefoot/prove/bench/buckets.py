@@ -70,7 +70,7 @@ class BucketTuning:
     """Results of the measurement of bucket layouts.
 
     `best` compares the fastest layout of the sweep with the spec's. `first` compares the fastest
-    with the same layout whose first bucket is as large as the others. Each is None where both
+    with the same layout whose first bucket is as large as the others. Each is None if both
     layouts are the same.
     """
 

@@ -51,7 +51,7 @@ class TimedCollective:
 def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
     """Join the group of ranks of which this process is one, on the device that `--device` names.
 
-    Raises InputError where a rank has no device for itself.
+    Raises InputError if a rank has no device for itself.
     """
     try:
         chosen = find_device(device)
@@ -91,7 +91,7 @@ def measure(
 def check(group: Group, name: str) -> None:
     """Check a collective against its definition on a small buffer.
 
-    Raises NumbersError on every rank where the result is wrong on any rank.
+    Raises NumbersError on every rank if the result is wrong on any rank.
     """
     is_right = Collective(name, group, 1 << 10).is_right()
     wrong = (

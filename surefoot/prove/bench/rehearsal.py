@@ -53,7 +53,7 @@ class Rehearsal:
     def take(self, mode: Mode) -> None:
         """Run one step, or the part that `mode` names, and wait for the device.
 
-        Raises InputError for another mode.
+        Raises InputError for any other mode.
         """
         if mode not in MODES:
             raise InputError(f"there is no mode {mode!r}", hint=f"use one of {', '.join(MODES)}")

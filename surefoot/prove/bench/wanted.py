@@ -56,7 +56,7 @@ class Sizes:
         _check_calls(self.calls, self.warmup)
 
     def check_memory(self, ranks: int) -> None:
-        """Raise InputError where `ranks` ranks would need more than half of this host's memory."""
+        """Raise InputError if `ranks` ranks would need more than half of this host's memory."""
         needed, there = HELD * self.largest * ranks, find_machine().memory_bytes
         if needed > there / 2:
             raise InputError(

@@ -161,7 +161,7 @@ def find_left(workshop: Workshop, variant: str, seed: int = 0) -> ProbedRun:
 def find_changed(folder: Path, own: Path) -> list[Path]:
     """Return the files of a step folder that differ from those of `own`, compared by bytes.
 
-    No digest is used. Returns the folder itself where there is no such `own`, or it is a link.
+    No digest is used. Returns the folder itself if there is no such `own`, or it is a link.
     """
     if not own.is_dir() or folder.is_symlink():
         return [folder]

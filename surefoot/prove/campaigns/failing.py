@@ -142,7 +142,7 @@ def fill_disk(run: Path, percent: int) -> Iterator[None]:
 def mount_memory_disk(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
     """Mount over a folder, with the arguments of each `mount`; unmount at the end.
 
-    Raises TaskError where mounting is not permitted.
+    Raises TaskError if mounting is not permitted.
     """
     try:
         for words in mounts:
@@ -165,7 +165,7 @@ def read_only(folder: Path) -> AbstractContextManager[None]:
 
 
 def cannot_mount() -> str | None:
-    """Return why nothing can be mounted on this machine; None where mounting works."""
+    """Return why nothing can be mounted on this machine; None if mounting works."""
     try:
         with tempfile.TemporaryDirectory() as made, mount_memory_disk(Path(made), IN_MEMORY):
             return None

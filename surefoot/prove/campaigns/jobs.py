@@ -54,7 +54,11 @@ COMMIT_MARKS = {
 
 
 class Line:
-    """The pipe between a trial and its campaign: marks go out, a message to continue comes in."""
+    """The pipe between a trial and its campaign.
+
+    The trial sends marks, texts that name a point that it has reached; the campaign sends a message
+    that lets the trial continue.
+    """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -103,9 +107,10 @@ def command(attempt: ProbedRun, line: Line) -> int:
 
 
 def train(attempt: ProbedRun, line: Line) -> int:
-    """Train one attempt at a run; mark its steps and what happens to its checkpoints.
+    """Train one attempt at a run, and send a mark for each step and each change of a checkpoint.
 
-    A checkpoint is started, named, retired, loaded or cleared.
+    The changes are those of `COMMIT_MARKS`: a draft is started or cleared, or a checkpoint is
+    named, retired or loaded.
     """
     if attempt.pauses:
         ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)

@@ -195,8 +195,8 @@ def find_poison(run: Path) -> str | None:
 def stop_a_rank(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Send SIGSTOP to a rank at any time.
 
-    The rank must be named in time; all ranks must restart by themselves and end as the
-    uninterrupted run.
+    The supervisor must name the rank within STALL_S + NAMED_S seconds. All ranks must then restart
+    by themselves and end with the results of the uninterrupted run.
     """
     draws = random.Random(seed)
     ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)

@@ -44,7 +44,7 @@ class SystemCall:
 
 
 def missing() -> str | None:
-    """Return why calls cannot be traced on this machine; None where they can."""
+    """Return why calls cannot be traced on this machine; None if they can."""
     if shutil.which("strace") is None:
         return "strace is not installed (Debian package strace)"
     done = subprocess.run(

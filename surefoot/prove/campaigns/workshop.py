@@ -254,7 +254,7 @@ def read_losses(run: Path) -> dict[int, str]:
 
 
 def read_events(run: Path, kind: type[E]) -> list[E]:
-    """Return the events of one kind, in the order of the log; none where there is no log."""
+    """Return the events of one kind, in the order of the log; none if there is no log."""
     found = events.read(run, kind) if (run / events.FILE).is_file() else ()
     return [each for each in found if isinstance(each, kind)]
 

@@ -83,10 +83,17 @@ def tensors(
 ) -> dict[str, np.ndarray]:
     """Return loss, gradients and weights after the first and the last of `steps` steps.
 
-    For a further seed (`number` > 0), return the first gradients alone. With `unit` every weight,
-    and every module's output and its gradient, is multiplied by 1 + r with random |r| <= `unit`:
-    rounding to a format with that unit changes them no more. Raises TaskError where the spec
-    compiles, and nothing was compiled.
+    Args:
+        spec: The spec.
+        folder: Folder of the run.
+        steps: Number of steps.
+        number: Number of the seed; for a number above 0, only the gradients of step 1 are returned.
+        unit: Multiply every weight, the output of every leaf module and its gradient by 1 + r with
+            random |r| <= `unit`, which is at least the effect of rounding to a format with this
+            unit; None for no change.
+
+    Raises:
+        TaskError: If the spec compiles, but nothing was compiled.
     """
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
@@ -115,10 +122,19 @@ def states(
     """Return loss, gradients, weights and buffers of two steps from several states.
 
     The states are those after 0, `steps`, 2 x `steps`, ... plain steps. Plain steps are neither
-    compiled nor blurred, so that each comparison starts from the same bits and differences have no
-    time to grow. With `units`, draw i of simulated rounding uses unit i, and `floor/...` holds each
-    tensor from the draw that moved it furthest. Raises TaskError where the spec compiles, and
-    nothing was compiled.
+    compiled nor changed at random, so each comparison starts from the same bits, and differences
+    have no time to grow.
+
+    Args:
+        spec: The spec.
+        folder: Folder of the runs.
+        seeds: Seed of each state.
+        steps: Number of plain steps between two states.
+        units: Unit of each draw of simulated rounding; of all draws, `floor/...` contains each
+            tensor from the draw that changed it most.
+
+    Raises:
+        TaskError: If the spec compiles, but nothing was compiled.
     """
     found: dict[str, np.ndarray] = {}
     for number, seed in enumerate(seeds):

@@ -40,7 +40,7 @@ Ratios = Mapping[Measure, Interval | None]
 class RungResult:
     """Result of a rung: `step` holds its ratios to the rung below, `total` those to the baseline.
 
-    Ratios are None where they were not measured.
+    Ratios are None if they were not measured.
     """
 
     rung: Rung
@@ -186,7 +186,7 @@ class Climb:
         return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
     def _floor(self, ground: RunSpec, unit: float) -> Arrays:
-        """Return the reference tensors under simulated rounding; {} where it cannot run so.
+        """Return the reference tensors under simulated rounding; {} if it cannot run so.
 
         A model that checks its outputs to the last bit, for example, cannot.
         """
@@ -335,7 +335,7 @@ def find_piece(spec: RunSpec) -> int | None:
 
 
 def _find_refusal(words: str) -> str:
-    """Return the part of `words` that says why this spec is refused; "" where there is none."""
+    """Return the part of `words` that says why this spec is refused; "" if there is none."""
     _, refused, why = words.partition(REFUSED)
     return f"{refused}{why}"
 

@@ -28,7 +28,7 @@ def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec
 
     The whole model is compiled where the spec compiles nothing. A part that cannot be compiled is
     an error, since it would be compared with itself. Raises SpecError for a task without a name,
-    TaskError where one of the two does not run.
+    TaskError if one of the two does not run.
     """
     if spec.task.use is None:
         raise SpecError(

@@ -344,14 +344,14 @@ def decide_by_scores(
 
 
 def _join(some: SeedScores | None, more: SeedScores | None) -> SeedScores | None:
-    """Join two sets of scores; where one is None, return the other."""
+    """Join two sets of scores; if one is None, return the other."""
     if some is None or more is None:
         return some or more
     return replace(some, values={**some.values, **more.values})
 
 
 def compare_scores(start: SeedScores | None, rung: SeedScores | None) -> Score | None:
-    """Compare the scores of the seeds that both have; return None where they share none."""
+    """Compare the scores of the seeds that both have; return None if they share none."""
     shared = (
         sorted(start.values.keys() & rung.values.keys())
         if start is not None and rung is not None

@@ -50,10 +50,15 @@ _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DO
 class Rung:
     """A change of the spec.
 
-    `kind` is how it may change the results, `purpose` what it must improve to be kept. `expected`
-    is a rule of thumb, as factors of the rung below. `needs` is a requirement; `is_here` says
-    whether it is met, as far as the spec and the machine show. A process that is refused because of
-    its model reports that itself.
+    Args:
+        name: Name of the rung.
+        change: Values by dotted key of the spec.
+        kind: How much the rung may change the results.
+        purpose: What the rung must improve to be kept.
+        expected: Factors of the rung below that people commonly expect, by measure.
+        needs: A requirement in words; None for none.
+        is_here: Whether this machine and the spec meet the requirement. Whether the model supports
+            the rung is known only when its process runs.
     """
 
     name: str
@@ -68,7 +73,7 @@ class Rung:
     def on(self, spec: RunSpec) -> RunSpec:
         """Return the spec with this rung.
 
-        Raises SpecError for a key or value that no spec has, InputError where nothing changes.
+        Raises SpecError for a key or value that no spec has, InputError if nothing changes.
         """
         changed = change(spec, self.change)
         if _meaning(changed) == _meaning(spec):

@@ -78,7 +78,7 @@ class Workbench:
     def begin(self) -> float:
         """Run the baseline once, to find its device; return the seconds of a step.
 
-        Raises TaskError where it does not run.
+        Raises TaskError if it does not run.
         """
         with _work() as work:
             arm = spec_arm(
@@ -150,7 +150,7 @@ class Workbench:
     def ratio(self, trial: Trial, arm: str, baseline: str, measure: Measure) -> Interval | None:
         """Return the paired ratio of a measure, with an interval valid at interim analyses.
 
-        Return None where no pair has both values.
+        Return None if no pair has both values.
         """
         mine, theirs = (
             trial.pairs(arm, baseline, self.key(measure)) if baseline in trial.arms else ([], [])
@@ -256,7 +256,7 @@ class Workbench:
     def tensors(self, name: str, spec: RunSpec, *, unit: float | None = None) -> Arrays:
         """Return gradients and weights of a few steps; with `unit`, under simulated rounding.
 
-        Raises TaskError where the process fails.
+        Raises TaskError if the process fails.
         """
         words = () if unit is None else ("--unit", repr(unit))
         return self._arrays(
@@ -268,7 +268,7 @@ class Workbench:
     def states(self, name: str, spec: RunSpec, *, units: Sequence[float] = ()) -> Arrays:
         """Return the tensors of two steps from each of a few states, and under rounding by `units`.
 
-        Raises TaskError where the process fails.
+        Raises TaskError if the process fails.
         """
         words = [word for unit in units for word in ("--unit", repr(unit))]
         return self._arrays(

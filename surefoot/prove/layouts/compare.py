@@ -59,7 +59,7 @@ class LayoutTrial:
     ) -> tuple[Arrays, Mapping[str, str]]:
         """Return the tensors and facts of a run; `flags` are those of the child process.
 
-        Raises TaskError where the run fails, except with `--record`.
+        Raises TaskError if the run fails, except with `--record`.
         """
         self.tell(name)
         place = self.folder / name.replace("=", "").replace(",", " ").replace(" ", "-")

@@ -127,7 +127,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _find(self, func: Any, made: Tensor | None) -> OperatorRecord | None:
         """Return the operator, with the innermost line of the user and module of the model.
 
-        Lines of torch and surefoot do not count; return None where there is no other line.
+        Lines of torch and surefoot do not count; return None if there is no other line.
         """
         frame: FrameType | None = sys._getframe(2)
         line, module = "", ""

@@ -31,7 +31,7 @@ Operators = Sequence[Mapping[str, str]]
 class Reference:
     """The first step of one process with the whole batch, in float64 if the task can.
 
-    `arrays` is None where the step does not run. `narrow` holds the operators of the task that
+    `arrays` is None if the step does not run. `narrow` holds the operators of the task that
     compute in fewer bits than float64, `notes` what a reader of the verdict must know.
     """
 

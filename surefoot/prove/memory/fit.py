@@ -73,7 +73,7 @@ def check_divisible(
 def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
     """Return the largest microbatch whose predicted peak is at most `budget_bytes`, with margin.
 
-    Raises InputError where none fits, with the least memory that is needed; SpecError for data of
+    Raises InputError if none fits, with the least memory that is needed; SpecError for data of
     whole batches.
     """
     check_divisible(spec)

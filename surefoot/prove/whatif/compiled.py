@@ -31,10 +31,10 @@ MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
 class CompileTiming:
     """A way to run a step; a value that was not measured is None, and `failure` says why.
 
-    `compile_s` is measured with empty compiler caches. `again_s` is the median of later processes,
-    which find the caches of the first. `ratio` is the time of a step over that of eager mode.
-    `pays_after` is how many steps pay for `compile_s`: by the ratio, and by the bounds of its
-    interval; None where no gain is shown.
+    `compile_s` is measured with empty compiler caches, `again_s` is the median of later processes,
+    which find the caches of the first one. `ratio` is the time of a step divided by that of eager
+    mode. `pays_after` is the number of steps after which the saved time exceeds `compile_s`, for
+    the ratio and for the bounds of its interval; None if no gain is shown.
     """
 
     what: str
@@ -75,7 +75,7 @@ class Ways:
 def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str, str]]:
     """Return a spec for each way, by its name, and the modes that are left out, with the reason.
 
-    A mode is left out where it is the same as the default. All parts that can be compiled are
+    A mode is left out if it is the same as the default. All parts that can be compiled are
     tried, or the one that `spec` compiles.
     """
     whats = WHATS if spec.compile.what == "none" else (spec.compile.what,)
@@ -99,7 +99,7 @@ def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str
 def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Ways:
     """Train every way for the same steps, `rounds` times, interleaved.
 
-    Raises TaskError where eager mode does not run.
+    Raises TaskError if eager mode does not run.
     """
     if rounds < 1:
         raise InputError(

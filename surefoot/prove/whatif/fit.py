@@ -37,7 +37,7 @@ Tell = Callable[[str], None]
 class MicrobatchTrial:
     """A try of one microbatch in one process.
 
-    `peak_bytes` is None where the process ran out of memory (`failure` says so), or where such a
+    `peak_bytes` is None if the process ran out of memory (`failure` says so), or where such a
     microbatch `is_refused`. `num_steps` is lower than requested for a shorter run.
     """
 
@@ -66,7 +66,7 @@ class PredictedFit:
 class FitSearch:
     """All tries in order, of which the last one confirms the result.
 
-    `microbatch` is the largest that fits, None where none does.
+    `microbatch` is the largest that fits, None if none does.
     """
 
     batch: int
@@ -110,7 +110,7 @@ def subtract_margin(limit_bytes: int) -> float:
 def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
     """Return the requested limit, or all memory of the GPU that `spec` runs on.
 
-    Raises InputError for more than exists, and where no limit is given for a CPU.
+    Raises InputError for more than exists, and if no limit is given for a CPU.
     """
     device = find_device(spec.train.device)
     is_gpu = device.type == "cuda"
@@ -157,9 +157,9 @@ def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bo
 
 
 def _choose_next_size(between: Sequence[int], low: int, high: int | None) -> int:
-    """Return the size to try next of those `between`; 0 where none is left.
+    """Return the size to try next of those `between`; 0 if none is left.
 
-    `low` is the largest that fits, 0 where none does; `high` is the smallest that does not, if
+    `low` is the largest that fits, 0 if none does; `high` is the smallest that does not, if
     known.
     """
     if not between:
@@ -177,7 +177,7 @@ def measure_largest(
     """Search the microbatches of the spec's batch by the peaks of real runs.
 
     The search starts from the size that is predicted to fit. Raises InputError for a batch that the
-    data does not fill or does not divide, UserCodeError where a try fails for another reason than
+    data does not fill or does not divide, UserCodeError if a try fails for another reason than
     memory.
     """
     check_divisible(spec)

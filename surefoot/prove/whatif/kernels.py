@@ -19,7 +19,7 @@ TABLE = "kernels.json"
 def find_kernels(spec: RunSpec) -> list[Graph]:
     """Run one compiled step of `spec` in this process; return its graphs, in order.
 
-    The whole model is compiled where the spec compiles nothing. Raises TaskError where something
+    The whole model is compiled where the spec compiles nothing. Raises TaskError if something
     cannot be compiled, or nothing was, and SpecError for a whole step, whose graph does not show
     which call of an operator a part of it comes from.
     """

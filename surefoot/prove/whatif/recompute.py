@@ -82,7 +82,7 @@ class Recomputing:
 def find_costs(spec: RunSpec) -> list[RecomputeCost]:
     """Return the cost of each block of the model, measured on a microbatch.
 
-    Raises InputError where there are no blocks.
+    Raises InputError if there are no blocks.
     """
     with Rehearsal(
         rungs.change(spec, {"memory.activation_checkpointing": EVERYTHING}), steps=1
@@ -124,8 +124,8 @@ def measure_recomputing(
 ) -> Recomputing:
     """Measure the blocks, then train every way for the same steps, `rounds` times, interleaved.
 
-    Raises InputError where there are no blocks, SpecError for a whole compiled step, TaskError
-    where the spec does not run.
+    Raises InputError if there are no blocks, SpecError for a whole compiled step, TaskError
+    if the spec does not run.
     """
     if rounds < 1:
         raise InputError(

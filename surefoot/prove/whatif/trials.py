@@ -26,12 +26,12 @@ def make_steady_spec(spec: RunSpec) -> RunSpec:
 
 
 def median_of(trial: Trial, name: str, measure: str) -> float | None:
-    """Return the median of a variant's measure; None where no round has it."""
+    """Return the median of a variant's measure; None if no round has it."""
     found = list(trial.by_round(name, measure).values())
     return median(found) if found else None
 
 
 def failure_of(trial: Trial, name: str) -> str | None:
-    """Return the last error of a variant in one line; None where no run failed."""
+    """Return the last error of a variant in one line; None if no run failed."""
     failure = trial.failure(name)
     return None if failure is None else find_last_error(failure).splitlines()[0]

@@ -67,8 +67,9 @@ def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def find_leaves(value: Any) -> list[Any] | None:
-    """Return every value inside that is not a container; None if one is not a state, or for too
-    many.
+    """Return every value inside `value` that is not a container.
+
+    None if one of them cannot be a part of the state, or if there are more than MAX_VALUES.
     """
     left, found, count = [value], list[Any](), 0
     while left:

@@ -31,11 +31,14 @@ _current: list[Gathering] = []
 def all_gather(tensor: Tensor) -> Tensor:
     """Return the rows of all ranks in rank order: (B, ...) on each rank to (sum of all B, ...).
 
-    Differentiable. Gathers in the training step of a run on several ranks; elsewhere (one process,
-    evaluation, prediction) it returns the tensor itself. Ranks may have different B. The gradient
-    of a rank's rows is the sum of the gradients from the losses of all ranks, so that a loss over
-    the gathered rows, returned with `additive=False`, equals that of one process, whether each rank
-    sums the rows of all ranks or only its own.
+    It gathers only in a training step on several ranks; in one process, in evaluation and in
+    prediction it returns `tensor` itself. Gradients flow back to every rank: the gradient of a row
+    is the sum of its gradients from the losses of all ranks. A loss over the gathered rows,
+    returned with `additive=False`, therefore equals that of one process, whether each rank sums
+    the loss over the rows of all ranks or over its own rows only.
+
+    Args:
+        tensor: The rows of this rank, (B, ...); B may differ from rank to rank.
     """
     if not _current:
         return tensor

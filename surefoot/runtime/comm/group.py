@@ -57,21 +57,18 @@ class Group:
         roll: Function that describes unreachable ranks, for error messages.
         traffic: Bytes of the tensors in collectives, by kind of collective.
         waiting: Time spent in collectives.
-        memory: Collectives in shared memory, where all ranks are processes of one host; None for
-            those of torch.
+        memory: Collectives in shared memory, if all ranks are processes of one host; None for the
+            collectives of torch.
     """
 
     rank: int = 0
     size: int = 1
     device: torch.device = CPU
-    flight: Flight | None = None  # where its launcher looks on
-    channel: Any = None  # torch's group of these ranks; None: all of them
-    # who says nothing, once they are out of reach; in words
+    flight: Flight | None = None
+    channel: Any = None
     roll: Callable[[], str] = field(default=lambda: "", compare=False)
-    # bytes of what was summed, gathered ..., by kind
     traffic: Counter[Kind] = field(default_factory=Counter, compare=False)
     waiting: Waiting = field(default_factory=Waiting, compare=False)
-    # where all ranks are processes of one host
     memory: SharedMemoryCollectives | None = field(default=None, compare=False)
 
     @property
@@ -138,9 +135,9 @@ class Group:
         return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
 
     def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an elementwise maximum in place; return the function that waits for it.
+        """Start an elementwise maximum over the ranks in place; return the function that waits.
 
-        If a value is NaN on some rank, the result may be any rank's value.
+        If an element is NaN on some rank, the result may be the element of any rank.
         """
         return self._begin(tensor, dist.ReduceOp.MAX, Kind.LARGEST)
 
@@ -327,7 +324,7 @@ class Group:
                     return job()
                 is_of_all = self.channel is None or self.channel is dist.group.WORLD
                 return self.flight.during(kind, num_bytes, job, is_of_all=is_of_all)
-        except LostRank as error:  # of the memory of this host, where it is known who
+        except LostRank as error:  # from shared memory, which knows the rank that was lost
             told = (
                 f"{error.message}, "
                 f"after {_seconds_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"

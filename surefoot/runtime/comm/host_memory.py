@@ -138,7 +138,7 @@ class Links:
                 )
             except OSError as error:
                 if error.errno in GONE:
-                    return  # who waits for it is told so
+                    return  # a rank that waits for it gets this as an error
                 if error.errno not in FULL:
                     raise
                 # it does not read: it may be waiting for this rank to read
@@ -237,7 +237,7 @@ class SharedMemoryCollectives:
     _open: deque[_RunningSum] = field(default_factory=deque)
 
     def among(self, ranks: Sequence[int], axis: int) -> SharedMemoryCollectives:
-        """Return the collectives of a subset of these ranks, in the given order."""
+        """Return an object for collectives among a subset of these ranks, in the given order."""
         return SharedMemoryCollectives(
             self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis
         )

@@ -14,9 +14,10 @@ from surefoot.runtime.comm.group import ALONE, Group, raise_lost_rank
 
 @dataclass(frozen=True)
 class Mesh:
-    """Groups of a rank on each axis; shard neighbors are adjacent ranks.
+    """Groups to which a rank belongs, one on each axis.
 
-    Neighbors on the `replicate` axis are the size of the shard axis apart.
+    Ranks with consecutive numbers are neighbors on the `shard` axis; neighbors on the `replicate`
+    axis differ in their number by the size of the shard axis.
 
     Args:
         whole: Group of all ranks.

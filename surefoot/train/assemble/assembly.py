@@ -67,7 +67,7 @@ class Assembly:
     notes: list[str]
     told: list[str]  # notes that are said at the start, too
     tried: Evaluation | None = None  # of a few samples
-    # are printed at the start even to who wants quiet
+    # are printed at the start even with --quiet
     warnings: list[str] = field(default_factory=list)
     trained: TrainedSet = field(kw_only=True)
 

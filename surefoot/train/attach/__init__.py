@@ -49,21 +49,22 @@ def attach(
                 ...  # your step, as it is
                 run.step_done(loss)
 
-    `batches()` is one epoch of `data`. `close()` or the end of a `with` block, whose exception is
-    recorded, ends the run; else the exit of the process does. The same script then resumes in the
-    middle of epoch `first_pass`. With torch.distributed all ranks call `attach`, with one folder
-    that rank 0 writes, and `batches`, `step_done`, `save` and `close`.
+    `batches()` yields the batches of one epoch of `data`. The run ends with `close()`, with the end
+    of a `with` block (an exception is recorded), or with the process. If the same script is started
+    again, it resumes in the middle of epoch `first_pass`. With torch.distributed, all ranks call
+    `attach`, `batches`, `step_done`, `save` and `close`, with the same folder, which rank 0 writes.
 
     Args:
         model: The model.
         optimizer: The optimizer or optimizers, objects with `param_groups`.
         data: Any iterable of batches.
         folder: The run folder; None for a new one in runs/.
-        every: Number of steps that one Step record sums up.
+        every: Number of steps that one `step` record summarizes.
         save: Duration between two checkpoints, such as "10 min" or "500 steps"; None for no
-            checkpoints. Model, optimizers, random states, data position and `state` are saved, in
-            `close` too.
-        state: Further objects with a state_dict, by name.
+            checkpoints. A checkpoint contains the model, the optimizers, the random states, the
+            position in the data and `state`; `close` saves one too.
+        state: Further objects to save, by name: objects with a state_dict, random generators, and
+            tensors or arrays that the loop changes in place.
 
     Raises:
         DataError: If `data` is not iterable.

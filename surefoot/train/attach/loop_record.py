@@ -423,7 +423,7 @@ class LoopRecord:
             self.end_by(error)
 
     def end(self, outcome: str = "", cause: str = "", exit_code: int = EXIT_OK) -> None:
-        """Write Ended once; only "finished", the default after a whole epoch, closes the folder."""
+        """Write the `ended` record once; without `outcome`, it is "finished" after whole epochs."""
         if self._is_over or not self.owner.is_here:
             return
         self._close_window()

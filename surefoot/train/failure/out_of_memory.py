@@ -20,10 +20,10 @@ from surefoot.train.record.telling import Telling
 class WithinMemory:
     """Step function that handles failed allocations; called with the number of the step.
 
-    Raises OutOfMemory, with the memory held and the savings of possible changes. With memory.on_oom
-    = "halve" a step whose forward or backward pass ran out of memory, before any weight changed, is
-    repeated from the same state with half the microbatch, which is then kept for the following
-    steps.
+    It raises OutOfMemory with the memory in use and the savings of possible changes. With
+    memory.on_oom = "halve" it repeats the step from the same state with half the microbatch, if the
+    forward or backward pass ran out of memory, that is, before any weight changed. The following
+    steps use this microbatch too.
     """
 
     def __init__(self, assembly: Assembly, telling: Telling, folder: Path) -> None:

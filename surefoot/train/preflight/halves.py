@@ -140,8 +140,8 @@ def check_sums(
 ) -> list[str]:
     """Compare the loss terms of `whole` with those of its `halves`; return warnings.
 
-    `is_same` says that the halves were cut from `whole`, not read again; `norms_batches` that the
-    model normalizes over the batch in evaluation mode too, so that a difference proves nothing.
+    `is_same` means that the halves were cut from `whole`, not read again. `norms_batches` means
+    that the model normalizes over the batch in evaluation mode too: a difference proves nothing.
     Raises TaskError for a mean, and with `is_split` for any other loss that is not a sum.
     """
     try:

@@ -34,7 +34,7 @@ class Scores:
         self.best_step: int | None = None
         self.last: Evaluation | None = None
         self.last_step = 0
-        # what the losses counted, in all attempts; None where an older version did not save it
+        # what the losses counted, in all attempts; None if an older version did not save it
         self.num_items: float | None = 0.0
         # a fork's: its seconds of training, its samples, its items
         self._of_parent: dict[str, float] = {}

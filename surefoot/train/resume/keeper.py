@@ -97,7 +97,7 @@ class CheckpointManager:
         if not self._state.is_shared:
             if self._group.is_first:
                 return self._is_due(step)
-            # rank 0 saves, and hears of what this one was asked
+            # rank 0 saves, and receives the requests that this rank got
             return self._rhythm is not None and self._rhythm(step)
         # clocks differ, so that of rank 0 decides
         wants = self._is_due(step) and (

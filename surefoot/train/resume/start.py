@@ -205,10 +205,10 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
 
 
 def check_as_stated(chosen: Chosen, spec: RunSpec, task: ResolvedTask) -> None:
-    """Raise SpecError if the spec now overrides another part of the task than at the start.
+    """Raise SpecError if the spec now overrides different parts of the task than at the start.
 
-    A default that is given explicitly overrides the task's part, and the spec's id does not show
-    it.
+    A key that is given explicitly with its default value overrides the task's part too, but it
+    does not change the id of the spec.
     """
     if not chosen.stated:
         return

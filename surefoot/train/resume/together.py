@@ -383,7 +383,8 @@ def is_over(
 ) -> tuple[tuple[str, str] | None, int, bool]:
     """Return what all ranks do next: the reason to stop, the exit code, and whether time is over.
 
-    The run stops if one rank wants to. A save requested on any rank is passed to rank 0.
+    All ranks stop if one rank has a reason to stop. If a save was requested on any rank, rank 0
+    saves.
     """
     if group.is_alone:
         return stop, code, is_time

@@ -68,10 +68,21 @@ def move(
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
     """Apply one optimizer step to every tensor of `held` in place.
 
-    `held` holds parameters, step counters, first and second moments and momentum of each group. A
-    parameter without a gradient keeps its value and its state. Returns the global gradient norm
-    before clipping (NaN if a loss is non-finite), whether the norm is finite (if not, nothing
-    changes), and the gradients as applied, after clipping, which the fused kernels return too.
+    If the gradient norm is not finite, nothing changes. A parameter without a gradient keeps its
+    value and its state.
+
+    Args:
+        rules: The update rule of each parameter group.
+        held: For each group: parameters, step counters, first moments, second moments, momentum.
+        grads: The gradients of the parameters of all groups, in this order; None for none.
+        rates: The learning rate of each group, a scalar tensor.
+        losses: Losses, scalar tensors; a non-finite one makes the norm NaN.
+        clip: Limit of the global gradient norm; 0 for no limit.
+        clip_value: Limit of the absolute value of each element; None for no limit.
+
+    Returns:
+        The global gradient norm before clipping, whether this norm is finite, and the clipped
+        gradients, which the fused kernels return too.
     """
     norms = [None if grad is None else torch.linalg.vector_norm(grad) for grad in grads]
     found = [each for each in norms if each is not None]

@@ -46,7 +46,7 @@ def check_splittable(
 ) -> None:
     """Raise TaskError for a loss that may not be split over microbatches and ranks.
 
-    `joins_ranks` says that each rank has one microbatch and that the loss gathers those of all
+    `joins_ranks` means that each rank has one microbatch and that the loss gathers those of all
     ranks.
     """
     if not loss.additive and not joins_ranks:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from surefoot.train.step.ranks import Ranks
 
 MAX_CONSTANTS = 1000
-Counts = Mapping[str, float] | float | None  # of the global batch; None where they are not known
+Counts = Mapping[str, float] | float | None  # of the global batch; None if they are not known
 
 
 class LossFactors:

@@ -74,9 +74,9 @@ class Ranks:
     def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
         """Set the gradient bucket size in bytes, and that of the first bucket, between two steps.
 
-        Parameters are in the order of the model, not of the optimizer's groups: biases and norms
-        form a group and come from every layer, so that a first bucket of them would be complete
-        only at the end of the backward pass, and no reduction could start before.
+        Buckets follow the order of the model, not of the optimizer's groups. A group contains the
+        biases and norms of every layer: as the first bucket it would be complete only at the end
+        of the backward pass, and no reduction could start earlier.
         """
         self.close()
         place = {id(each): number for number, each in enumerate(self._model.parameters())}
@@ -134,7 +134,7 @@ class Ranks:
 
     @property
     def is_exact(self) -> bool:
-        """True if sums are those of virtual ranks, in their order."""
+        """True if sums are computed in the fixed order of `layout.virtual_ranks`."""
         return self._virtual is not None
 
     def open(self, index: int, first: int, num_microbatches: int) -> None:
@@ -275,7 +275,8 @@ class Ranks:
         return square.sqrt().reshape(norm.shape).to(norm)
 
     def _check_alike(self, number: int) -> None:
-        width, place = 1, 0  # ranks that hold the same are so many apart, the first of them is here
+        # ranks with the same rows have numbers that differ by `width`; `place` is the first of them
+        width, place = 1, 0
         if self.sharded is not None and self.sharded.splits_weights:
             width, place = self.sharded.group.size, self.sharded.group.rank
             held = {name: master_of(each) for name, each in self._model.named_parameters()}

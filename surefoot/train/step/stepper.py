@@ -109,7 +109,7 @@ class Stepper:
         self.consumed = np.empty(0, dtype=np.int64)
         self.clock = PhaseClock(device)
         self.before_update: Callable[[], None] | None = None  # set while the state is being copied
-        # told of every batch before it is computed with
+        # called with every batch before its forward pass
         self.saw: Callable[[Batch], None] | None = None
         self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
         # this rank's first microbatch of the step, and how many there are on all ranks

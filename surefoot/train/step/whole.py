@@ -97,12 +97,12 @@ def compile_step(
     dynamic: bool | None = None,
     deterministic: bool = True,
 ) -> WholeStep:
-    """Return a step as one graph for a user-defined loop.
+    """Return a training step that is compiled as one graph, for a user-defined loop.
 
-    Called with a batch, the step returns the terms of the loss, the gradient norm, and whether the
-    update was applied. The first call compiles, which takes seconds, as does a call after a change
-    of a group setting other than the learning rate, or of a parameter's requires_grad; gradients
-    need not be cleared.
+    Call the step with a batch: it returns the terms of the loss, the gradient norm, and whether the
+    update was applied. Gradients need not be cleared. The first call compiles, which takes seconds.
+    A call compiles again if a parameter's requires_grad has changed, or a setting of a parameter
+    group other than the learning rate.
 
     Args:
         model: The model.

@@ -214,8 +214,9 @@ def choose_weights(
 
 
 def list_other_entries(found: ForeignFile, key: str) -> list[str]:
-    """Return the entries that are not weights: the names below `key`, and the first path part of
-    all others.
+    """Return the entries that are not weights.
+
+    For entries below `key`, the whole name is returned; for all others, the first part of the name.
     """
     every = [
         *found.values,
@@ -288,7 +289,7 @@ def import_weights(
     """Save foreign weights as the checkpoint of step 0 in `to`, a new folder.
 
     `parent` in the manifest records the file that the weights were read from. Raises RunFolderError
-    for a folder that is not empty, StorageError when the disk refuses.
+    for a folder that is not empty, StorageError if a file cannot be written.
     """
     check_new(to)
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}

@@ -52,7 +52,7 @@ class ShardNaming:
 
     A tar exceeds `shard_bytes` only if a single sample does. Samples are in the order of the
     source, or, with the seed `shuffle`, in the order of the first epoch of a run with that seed.
-    Raises DataError.
+    Raises DataError for an invalid name or size.
     """
 
     name: str = "shard"
@@ -91,10 +91,19 @@ def convert(
     """Write images and their class indices as tars into the folder `out`, or resume there.
 
     The file `classes.json` maps class indices to names, and `files.txt` lists the file of each
-    sample. An index and `SHA256SUMS` are written last. Raises DataError, before anything is
-    written, if `out` holds other tars, was started from other images or with other settings, or is
-    being written by another process, and if the disk has too little space. Raises StorageError for
-    what the disk refuses later.
+    sample. An index and `SHA256SUMS` are written last.
+
+    Args:
+        images: The images.
+        out: The folder of the tars.
+        layout: Names, sizes and order of the tars.
+        tell: Function that is called with the progress.
+
+    Raises:
+        DataError: Before anything is written, if `out` holds other tars, was started from other
+            images or with other settings, or is being written by another process, or if the disk
+            has too little space.
+        StorageError: If a file cannot be written.
     """
     shards = {
         f"{layout.name}-{number:05}.tar": numbers

@@ -25,7 +25,7 @@ SPARE_BYTES = 1 << 20  # for the small files next to tars
 def draft_file(path: Path) -> Iterator[Path]:
     """Yield a draft next to `path` to write into; sync and rename it when the block ends.
 
-    The draft is removed if the block raises. Raises StorageError for what the disk refuses.
+    The draft is removed if the block raises. Raises StorageError if a file cannot be written.
     """
     draft = path.with_name(f".{path.name}{DRAFT}")
     try:

@@ -71,10 +71,18 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
     """Copy tars of one folder into `dest`, with an index and `SHA256SUMS`; keep equal copies.
 
     A tar must have the digest in its index, or else in `SHA256SUMS` next to it. Without either, an
-    existing copy must have the digest of the source file. Raises DataError, before anything is
-    written, for tars of several folders or of the same name, for too little disk space, and for a
-    `dest` that holds other tars; and later for a tar whose digest does not match. Raises
-    StorageError for what the disk refuses.
+    existing copy must have the digest of the source file.
+
+    Args:
+        tars: The tars.
+        dest: The folder of the copies.
+        tell: Function that is called with the progress.
+
+    Raises:
+        DataError: Before anything is written, for tars of several folders or of the same name, for
+            too little disk space, and for a `dest` that holds other tars; later, for a tar whose
+            digest does not match.
+        StorageError: If a file cannot be written.
     """
     home, names = _check(tars, dest)
     known, sizes = _digests(home, tars), {path.name: path.stat().st_size for path in tars}

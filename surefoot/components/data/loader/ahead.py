@@ -19,7 +19,8 @@ Peek = Callable[[int], StepBatches | None]
 class Ahead:
     """Copies the batches of each step to `device`.
 
-    On CUDA the batches of the next step are copied meanwhile, if they have been read already.
+    On CUDA, the batches of the next step are copied while this step computes, if they have been
+    read already.
     """
 
     def __init__(self, device: torch.device) -> None:

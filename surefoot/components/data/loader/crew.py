@@ -193,7 +193,7 @@ class _WorkerProcess(NamedTuple):
 
 
 class Processes:
-    """Worker processes; batches come back through `num_slots` slots of shared memory each."""
+    """Worker processes, each of which sends batches through `num_slots` slots of shared memory."""
 
     def __init__(self, size: int, reader: Reader, *, num_slots: int, start: Start = "auto") -> None:
         self.size, self._reader, self._num_slots = size, replace(reader, seeds=True), num_slots

@@ -29,7 +29,7 @@ _unused: list[np.random.MT19937] = []
 class Job:
     """Job of reading a microbatch: samples `ids` (int64) of the step numbered `number`, from 1.
 
-    `window` has all samples of the step; for `first` see `Taken`.
+    `window` has all samples of the step; `StepBatches` describes `first`.
     """
 
     number: int

@@ -109,7 +109,7 @@ class Cache:
                 fill(file)
                 file.flush()
                 os.fsync(file.fileno())
-                # else who adds up the files may find it under neither name
+                # else a process that adds up the files may find it under neither name
                 with file_lock(self.folder / LOCK):
                     draft.rename(path)
             except BaseException:

@@ -306,7 +306,7 @@ def digest_of_content(data: Any) -> str:
 
 
 def compare_content(now: str | None, before: str | None) -> ReadingDifference | None:
-    """Return a difference if the content has changed; None where no earlier digest is known."""
+    """Return a difference if the content has changed; None if no earlier digest is known."""
     return (
         None if now is None or before in (None, now) else ReadingDifference(CONTENT, CONTENT_HINT)
     )

@@ -25,9 +25,10 @@ from surefoot.core.place import whole_path
 class ImageFolder:
     """Images in one subfolder per class: `folder/cat/1.jpg` is an image of the class `cat`.
 
-    A batch is dict(images (B, H, W, 3) uint8, labels (B,) int64). Classes are numbered in the order
-    of their names, which `classes` holds; images may be in deeper subfolders of a class. The
-    formats are jpg, jpeg, png and webp, and names that begin with a dot are ignored.
+    A batch is a dict of `images` (B, H, W, 3) uint8 and `labels` (B,) int64. Classes are numbered
+    in the order of their names, and `classes` contains these names. Images may also be in deeper
+    subfolders of a class. The formats are jpg, jpeg, png and webp; names that begin with a dot are
+    ignored.
 
     Args:
         folder: The folder that contains the subfolders.

@@ -73,10 +73,10 @@ class Iterated:
     """Iterable or DataLoader of whole batches; sample i is batch i.
 
     It is therefore trained with `batch = 1`, unshuffled. It can only be read sequentially: to
-    resume at batch k, the first k batches are read again (*replayed*) from the random states at the
-    start of the epoch. The states of the generators of the loader and its dataset are saved; the
-    global ones follow from the seed, the epoch and the number of the batch. The batches read again
-    are compared with digests of the first reading; OtherDataError describes a difference.
+    resume at batch k, the first k batches are read again (*replayed*) with the random states with
+    which the epoch started, and compared with digests of the first reading. OtherDataError
+    describes a difference. The states of the generators of the loader and its dataset are saved;
+    the global random states are computed from the seed, the epoch and the index of the batch.
 
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
     instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
@@ -156,9 +156,9 @@ class Iterated:
         )
 
     def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _EpochSource:
-        """Return a reader of an epoch; `streams(k)` sets the global random streams for batch k.
+        """Return a reader of an epoch; `streams(k)` sets the global random states for batch k.
 
-        The caller sets the streams for the batch that is read; the reader sets them for earlier
+        The caller sets the states for the batch that is read; the reader sets them for earlier
         batches that are replayed. With `keep`, the next read returns batch 0 again: a check before
         a run must not consume it.
         """

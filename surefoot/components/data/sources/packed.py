@@ -42,12 +42,17 @@ NO_DOCUMENT = -1  # document index of padding
 class Packed:
     """Documents of one stream, packed into rows of `length`: four int64 tensors (B, T).
 
-    `inputs` (0 where padded), `targets` (-100 where padded and at the last token of a document),
-    `positions`, which start at 0 in every document, and `documents`: the index of the document in
-    the row, -1 where padded, from which `block_diagonal` makes the attention mask. Documents longer
-    than a row are split into pieces that do not attend to each other; every token but the first of
-    a document is still a target once. Documents of one token have nothing to predict and are left
-    out.
+    The tensors of a batch are:
+
+    - `inputs`: token ids; 0 at padding.
+    - `targets`: the next tokens; -100 at padding and at the last token of a document.
+    - `positions`: numbers that start at 0 in every document.
+    - `documents`: the index of the document in its row; -1 at padding. `block_diagonal` makes the
+      attention mask from them.
+
+    Documents longer than a row are split into pieces that do not attend to each other; every token
+    except the first of a document is still a target once. Documents of one token contain nothing
+    to predict and are left out.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.

@@ -17,8 +17,8 @@ from surefoot.core.errors import DataError
 class Synthetic:
     """Computed images with an adjustable delay and size, for experiments and tests.
 
-    Sample i is `shape` float32 values drawn from a generator with the seed (seed, i), its label is
-    i modulo `num_classes`.
+    Sample i is an array of `shape` float32 values, drawn from a generator with the seed (seed, i);
+    its label is i modulo `num_classes`.
 
     Args:
         num_samples: Number of samples.

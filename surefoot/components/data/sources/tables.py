@@ -47,27 +47,31 @@ class OpenTable:
 class Table:
     """Rows of Parquet or Arrow IPC (Feather) files, one file after another, as dicts.
 
-    Example: `Table(paths, image="img", label="class")`. Integers become int64 (B,). Booleans, other
-    numbers and lists of numbers, however nested, become one tensor of the column's dtype; lists of
-    different lengths are refused, and `transform` can pad them. Bytes, and structs that hold
-    `bytes` (Hugging Face's images), are decoded as jpg, png or webp to uint8 (H, W, 3). Strings,
-    times, decimals, structs and maps become a list of Python values.
+    Example: `Table(paths, image="img", label="class")`. The type of a column determines its part
+    of a batch:
 
-    A row is read with its whole row group (Parquet) or record batch (Arrow). Shuffled rows of large
-    groups are therefore slow: write groups of some thousand rows.
+    - Integers become one int64 tensor (B,).
+    - Booleans, other numbers, and lists of numbers, however nested, become one tensor of the
+      column's dtype. Lists of different lengths are refused; `transform` can pad them.
+    - Bytes, and structs that hold `bytes` (Hugging Face's images), are decoded as jpg, png or webp
+      to uint8 (H, W, 3).
+    - Strings, times, decimals, structs and maps become a list of Python values.
+
+    To read a row, its whole row group (Parquet) or record batch (Arrow) is read. Reading large
+    groups in shuffled order is therefore slow: write groups of some thousand rows.
 
     Args:
         paths: One file or several, with the same columns.
         transform: Function of the dict of each row, called before batching, for example to bring
             images to one size.
-        cache_bytes: Most bytes of the most recently used groups that stay in memory; at least one
-            group does.
+        cache_bytes: Maximum size of the most recently used groups that stay in memory; at least one
+            group stays.
         **columns: Name of the column in the files, by name in the batch.
 
     Raises:
-        DataError: For files in other formats, and for columns that are missing or of the type null;
-            and, on reading, for missing values, also in lists, but a missing field of a struct or a
-            map is None.
+        DataError: For files in other formats, and for columns that are missing or of the type null.
+            On reading, for missing values, even inside a list; but a missing field of a struct or
+            of a map is None.
         MissingExtra: Without pyarrow.
     """
 

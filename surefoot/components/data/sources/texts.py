@@ -22,11 +22,14 @@ MIN_BOUND = 16
 
 
 class Texts:
-    """Texts of one stream, as int64 tensors of the width of the next of `bounds`.
+    """Texts of one stream; each batch is padded to the smallest of `bounds` that it fits into.
 
-    A batch is `inputs` (B, T), 0 where padded; `targets` (B, T), the next tokens, -100 where padded
-    and at the last token of a text; `lengths` (B,), the numbers of real tokens; and `labels`, where
-    given.
+    A batch is a dict of int64 tensors:
+
+    - `inputs` (B, T): token ids; 0 at padding.
+    - `targets` (B, T): the next tokens; -100 at padding and at the last token of a text.
+    - `lengths` (B,): the numbers of real tokens.
+    - `labels`: the labels, if given.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.
@@ -36,8 +39,8 @@ class Texts:
         bounds: Widths (T), increasing; by default the powers of two from 16, and the length of the
             longest text.
         together: Number of texts of similar length in a sample; `train.batch` counts such groups.
-            The groups are a function of the lengths alone, so that the order of samples stays pure
-            arithmetic.
+            The groups depend on the lengths alone, so the samples of any step can be computed
+            directly.
 
     Raises:
         DataError: For offsets that do not increase, a text longer than the last bound, and labels

@@ -25,8 +25,8 @@ PIECES, PIECE_TOKENS = 256, 2048
 class Tokens:
     """Windows of `length` tokens of one stream: inputs (B, T) and next tokens as targets (B, T).
 
-    Both are int64. Every token but the first is a target once; the last window is padded with
-    target -100 (and input 0).
+    Both are int64. Every token except the first is a target exactly once. The last window is padded
+    with target -100 and input 0.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.

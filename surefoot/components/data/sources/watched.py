@@ -33,10 +33,11 @@ OF_LOADER = "loader"  # name of the generators of a loader and its samplers
 
 
 class ObservedLoader:
-    """Observed loader of the user: `data` gives its batches, `take` the samples of each batch.
+    """Wrapper of the user's loader that records which samples are in each batch.
 
-    Samples are known for a plain DataLoader with a sampler. A loader of a different class, one that
-    already has persistent workers, and one that returns batches out of order are not observed.
+    Iterate over `data` for the batches; `take` returns the samples of the next batch. Samples are
+    known for a plain DataLoader with a sampler. They are not known for a loader of a different
+    class, one that already has persistent workers, or one that returns batches out of order.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -52,7 +53,7 @@ class ObservedLoader:
 
     @property
     def knows_samples(self) -> bool:
-        """True if the numbers of the samples in each batch are known."""
+        """True if the indices of the samples in each batch are known."""
         return self._sampler is not None
 
     @property

@@ -21,10 +21,10 @@ from surefoot.core.errors import DataError
 class TorchDataset:
     """Map-style dataset of torch, with its items collated into batches.
 
-    A dataset that reads several items at once (`__getitems__`, as those of Hugging Face) is read
-    one batch at a time. The digest is that of the dataset's fingerprint if it has one
-    (`_fingerprint`, also of Hugging Face), else of its type and length. `content_digest` is a
-    digest of the data that the dataset holds in memory.
+    If the dataset has a method `__getitems__`, like those of Hugging Face, it is called once per
+    batch. The digest is computed from the `_fingerprint` of the dataset if it has one (those of
+    Hugging Face do), otherwise from its type and length. `content_digest` is a digest of the data
+    that the dataset holds in memory.
 
     Args:
         dataset: Object with `__getitem__` and `__len__`.

@@ -38,8 +38,8 @@ def decode(sample: Sample, extension: str) -> Any:
     For example `seg.png` is a PNG. Images are uint8 (H, W, 3), upright as their EXIF orientation
     says, whichever of the image formats their content has. npy gives an array, cls an int, txt a
     str, json any value, safetensors a dict of arrays. Raises DataError, with file, member and
-    reason, for another extension, a damaged part and a part that is too large; MissingExtra without
-    Pillow.
+    reason, for any other extension, a damaged part and a part that is too large, and MissingExtra
+    without Pillow.
     """
     return find_decoder(extension)(sample, extension)
 

@@ -42,15 +42,16 @@ Transform = Callable[[dict[str, Any]], dict[str, Any]]
 class Tars:
     """Tars of the WebDataset layout: `Tars(paths, image="jpg", label="cls")` reads dicts.
 
-    A batch is {"image": ..., "label": ...}. Arrays of one shape become one tensor, integers an
-    int64 tensor (B,), all else a list. Nothing is extracted.
+    A batch is {"image": ..., "label": ...}. Arrays of one shape become one tensor, integers become
+    an int64 tensor (B,), and all other values a list. Nothing is extracted to disk.
 
     Args:
         paths: One tar or several, by path or URL; or a `Remote`, which has more options for URLs.
         cache: Folder of the index, and of the shards of URLs (default: $XDG_CACHE_HOME/surefoot).
         transform: Function of the dict of each sample, called before batching, for example to bring
             images to one size.
-        tell: Function called with the bytes indexed so far and in all, while the index is built.
+        tell: Function that is called with two numbers while the index is built: the bytes that are
+            indexed so far, and all bytes.
         **parts: Extension of each part, by name in the batch, decoded as `decoders.decode`
             describes.
 

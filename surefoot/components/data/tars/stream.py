@@ -34,21 +34,21 @@ Opener = Callable[[], BinaryIO]
 class TarStream:
     """Tars read sequentially: `TarStream(openers, counts, image="jpg", label="cls")`.
 
-    Samples that are read before they are requested stay in memory. To resume in the middle, a shard
-    is read again up to that sample (*replayed*).
+    Samples that are read before they are requested stay in memory. To resume in the middle of a
+    shard, the shard is read again from its beginning (the guarantee is *replayed*).
 
     Args:
-        shards: The shards, each a path, a function that opens it again, or a file object that can
-            be read once, such as `sys.stdin.buffer`; or a `Remote`.
+        shards: The shards: a `Remote`, or a sequence of paths, functions that open a shard (each
+            time it is read), or file objects that can be read once, such as `sys.stdin.buffer`.
         counts: Number of samples of each shard.
-        window: Number of shards that are read at a time: the window of a `BlockShuffle` for its
-            order, 1 for sequential samples.
+        window: Number of shards that are read at a time: the `window` of the `BlockShuffle` if the
+            samples are read in its order, 1 if they are read sequentially.
         transform: Function of the dict of each sample, called before batching.
         **parts: Extension of each part, by name in the batch, as in `Tars`.
 
     Raises:
-        DataError: For a shard that holds a different number of samples, for what `read_shard`
-            refuses, and for a second reading of a file object that can be read once.
+        DataError: For a shard that contains a different number of samples, for a shard that
+            `read_shard` refuses, and if a file object would have to be read a second time.
     """
 
     guarantee: Guarantee = "replayed"

@@ -179,7 +179,7 @@ def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 class Jitter:
     """Random brightness, contrast, saturation and hue: torchvision's ColorJitter.
 
-    The order of the changes is fixed, that of `color_jitter`. In evaluation images are unchanged.
+    The changes are made in the fixed order of `color_jitter`. In evaluation, images are unchanged.
 
     Args:
         brightness: Largest change x; the factor is drawn from 1 - x (at least 0) to 1 + x. 0 leaves

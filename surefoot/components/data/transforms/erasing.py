@@ -51,8 +51,8 @@ def cutout(
 class Erase:
     """Random box of some images painted over: torchvision's RandomErasing (Zhong et al., 2017).
 
-    The defaults are torchvision's. The first of 10 boxes that fit is used; an image into which none
-    fits is unchanged. In evaluation images are unchanged.
+    The defaults are torchvision's. Of 10 random boxes, the first one that fits into the image is
+    used; if none fits, the image is unchanged. In evaluation, images are unchanged.
 
     Args:
         probability: Probability that an image is painted.

@@ -60,8 +60,8 @@ def mixup(
 ) -> tuple[Tensor, Tensor]:
     """Mix each image and its target with those of its partner.
 
-    The image has the share s, its partner 1 - s, with s drawn from Beta(alpha, alpha). Zhang et al.
-    2018, arXiv 1710.09412.
+    The result is s times the image plus 1 - s times its partner, where s is drawn from
+    Beta(alpha, alpha). Zhang et al. 2018, arXiv 1710.09412.
 
     Args:
         images_BHWC: Images of any shape (B, ...); they may be normalized already.
@@ -94,9 +94,9 @@ def cutmix(
 ) -> tuple[Tensor, Tensor]:
     """Paste a box of its partner into each image, and mix the targets by area.
 
-    The box covers 1 - s of the image, with s drawn from Beta(alpha, alpha). It is centered at a
-    random pixel and cut at the border; the shares of the target are those of the visible pixels.
-    Yun et al. 2019, arXiv 1905.04899.
+    The box covers the share 1 - s of the image, where s is drawn from Beta(alpha, alpha). It is
+    centered at a random pixel and cut at the border. The targets are mixed by the shares of the
+    pixels that are visible after the cut. Yun et al. 2019, arXiv 1905.04899.
 
     Args:
         images_BHWC: Images (B, H, W, C), uint8 or floating point.

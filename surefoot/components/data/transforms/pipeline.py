@@ -46,8 +46,8 @@ class Pipeline:
     """Steps that are called one after the other with (images, keys).
 
     Example: `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`. Each step draws from
-    a separate stream, named after its type: adding or removing a step of a different type leaves
-    its draws unchanged.
+    a separate random stream, which is named after the type of the step. Adding or removing a step
+    therefore does not change the draws of steps of other types.
 
     Args:
         *steps: Callables with the arguments (images, keys) that return images.

@@ -88,7 +88,7 @@ class ByGroup(Optimizer, ABC):
         """Update the parameters of a group that have a gradient; their state exists already."""
 
     def traced(self, group: dict[str, Any]) -> Traced | None:
-        """Return all tensors that an update of the group changes, for a graph; None where no graph
+        """Return all tensors that an update of the group changes, for a graph; None if no graph
         can hold the update."""
         return None
 

@@ -62,9 +62,9 @@ class Lars(_Layerwise):
         w = w - v
 
     You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017, algorithm 1 of
-    https://arxiv.org/abs/1708.03888, where the learning rate is inside the momentum; its polynomial
-    decay of `lr` is left to a schedule. A layer is one tensor. The paper leaves open r where |w| or
-    |g| is 0: it is 1.
+    https://arxiv.org/abs/1708.03888, in which the learning rate is inside the momentum. The paper's
+    polynomial decay of `lr` is left to a schedule. A layer is one tensor. If |w| or |g| is 0, r is
+    1; the paper leaves this open.
 
     Args:
         params: Parameters or groups, as for torch's optimizers.
@@ -72,7 +72,8 @@ class Lars(_Layerwise):
         momentum: Coefficient of the momentum.
         weight_decay: Coefficient `decay`.
         trust_coefficient: Trust coefficient of r.
-        adapt: False makes r 1 for all layers; a group may have its own (for biases and norms).
+        adapt: False makes r 1 for all layers. A group may have a different value, for example for
+            biases and norms.
         fused: As in `Lamb`.
         trust: The name of `trust_coefficient` in the previous release.
     """
@@ -175,8 +176,8 @@ class Lamb(_Layerwise):
         w = w - lr * |w| / |u| * u
 
     You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019,
-    algorithm 2 of https://arxiv.org/abs/1904.00962, with phi(z) = z, which the paper leaves open. A
-    layer is one tensor. The paper also leaves open the ratio where |w| or |u| is 0: it is 1.
+    algorithm 2 of https://arxiv.org/abs/1904.00962. The paper leaves two choices open: phi(z) is z,
+    and the ratio is 1 if |w| or |u| is 0. A layer is one tensor.
 
     Args:
         params: Parameters or groups, as for torch's optimizers.
@@ -184,10 +185,11 @@ class Lamb(_Layerwise):
         betas: Decay rates of m and v.
         eps: Term added to the denominator.
         weight_decay: Coefficient `decay`.
-        adapt: False makes the ratio 1 for all layers; a group may have its own (for biases and
-            norms).
-        fused: Use fused kernels, without waiting for the device, as in torch's optimizers; None for
-            a group whose parameters are all floating point and on a device with such kernels.
+        adapt: False makes the ratio 1 for all layers. A group may have a different value, for
+            example for biases and norms.
+        fused: Use fused kernels, which do not wait for the device, as in torch's optimizers. None
+            uses them for each group whose parameters are all floating point and on a device with
+            such kernels.
     """
 
     def __init__(

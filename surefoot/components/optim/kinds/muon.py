@@ -45,8 +45,8 @@ def _sort_dimensions(tensor: Tensor, like: Tensor) -> Tensor:
 class FlatMuon(Optimizer):
     """torch.optim.Muon for parameters of two dimensions or more.
 
-    `step` treats each filter as a matrix, (out, in * kh * kw). The momentum buffer of a filter has
-    the shape of its matrix.
+    `step` treats the filters of a convolution as a matrix (out, in * kh * kw). Their momentum
+    buffer has the shape of this matrix.
 
     Args:
         params: Parameters or groups, as for torch's optimizers.

@@ -32,26 +32,26 @@ Hooks = tuple[Any, Any]
 class FullySharded:
     """Shard the weights of a model over `mesh.shard` with FSDP2.
 
-    After construction, `master_of(parameter)` is the rows that this rank holds.
+    After construction, `master_of(parameter)` returns the rows that this rank holds.
 
     Args:
         model: The model, changed in place.
         mesh: The ranks.
         units: The modules whose weights are gathered together, by name.
         stage: 2 or 3.
-        narrow: A dtype in which weights are gathered, while gradients are summed in fp32, and the
-            rows updated in their dtype.
-        wide: Modules that `narrow` leaves in their dtype.
+        narrow: Dtype in which weights are gathered; None for their own dtype. Gradients are summed
+            in fp32, and the rows are updated in their own dtype.
+        wide: Modules whose weights are gathered in their own dtype in spite of `narrow`.
         on_host: Update the rows in host memory, where the optimizer's state is then stored.
-        replicated: Parameters that stay whole and in their dtype; every rank updates all of them,
-            and their gradients are summed over `mesh.whole` as in `Replicas`.
+        replicated: Parameters that are not sharded and keep their dtype; every rank updates all of
+            them, and their gradients are summed over `mesh.whole` as in `Replicas`.
 
     Raises:
-        SpecError: For a parameter that cannot be split, and for one of `replicated` that the model
-            does not have.
+        SpecError: For a parameter that cannot be sharded, and for a parameter in `replicated` that
+            the model does not have.
     """
 
-    is_even = True  # whether all ranks must run equally many passes
+    is_even = True  # whether all ranks must run the same number of passes
     splits_weights = True
     first_weights = ""  # a digest of the initial weights of a rank
 
@@ -295,7 +295,7 @@ class _GradientHandoff:
         """Remove the gradient of a parameter that no rank has used, as in one process: else weight
         decay would change it.
 
-        `counts` are the sums of `used` over all ranks. Raises UserCodeError where the ranks have
+        `counts` are the sums of `used` over all ranks. Raises UserCodeError if the ranks have
         not gathered the same units.
         """
         num_leaves = len(self._leaves)

@@ -72,8 +72,8 @@ class ShardedState:
 
     Args:
         model: A module, or what torch's optimizers accept: parameters, pairs of a name and a
-            parameter, or groups of either; so a loss may have weights beside a model. All ranks
-            must pass the same in the same order.
+            parameter, or groups of either. They may belong to several modules, such as a model and
+            a loss. All ranks must pass the same parameters in the same order.
         mesh: The ranks.
         bucket_bytes: The size of a bucket.
         first_bytes: The size of the first bucket.
@@ -84,7 +84,7 @@ class ShardedState:
             accepts.
     """
 
-    is_even = False  # whether all ranks must run equally many passes
+    is_even = False  # whether all ranks must run the same number of passes
     splits_weights = False
     first_weights = ""  # a digest of the initial weights of a rank
 
@@ -115,13 +115,13 @@ class ShardedState:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The groups for an optimizer, with the rows that this rank updates; one group for a module
-        or for parameters."""
+        """Parameter groups for an optimizer, with the rows that this rank updates; one group if a
+        module or parameters were passed."""
         return [each.with_masters() for each in self._listed]
 
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
-        """Return the object that sums the gradients of an update and gives each rank those of its
-        rows.
+        """Return the object that sums the gradients of an update over the ranks; each rank gets
+        the sums for its rows.
 
         Raises TaskError for a trained leaf that was not passed to ShardedState.
         """

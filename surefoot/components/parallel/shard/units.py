@@ -60,7 +60,7 @@ class Units:
     @contextmanager
     def count_gather(self, name: str) -> Iterator[None]:
         """Count a gather of the unit `name`, which runs inside the block. Raises UserCodeError
-        where another rank runs a different collective."""
+        if another rank runs a different collective."""
         self._gathered[name] += 1
         if name not in self._order:
             self._order.append(name)
@@ -70,7 +70,7 @@ class Units:
     @contextmanager
     def run_reduce_scatter(self, name: str) -> Iterator[None]:
         """Run the reduce-scatter of the unit's gradients inside the block. Raises UserCodeError
-        where another rank runs a different collective."""
+        if another rank runs a different collective."""
         with self._explain_mismatch("sums the gradients of", name, looks_ahead=False):
             yield
 

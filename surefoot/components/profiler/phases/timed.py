@@ -51,11 +51,12 @@ class Timed:
 def timed(device: str | torch.device | None = None) -> Timed:
     """Time a block: `with surefoot.timed() as took: ...`, then `took.elapsed_s`, in seconds.
 
-    On a GPU, the time from the device's first work of the block to its last, with one wait at the
-    end; elsewhere, that of the monotonic clock.
+    On a GPU, this is the time from the start of the block's first work on the device to the end of
+    its last, measured with CUDA events; the host waits for the device once, at the end. On a CPU,
+    it is the time of the monotonic clock.
 
     Args:
-        device: The device; by default the GPU once this process uses one, else the CPU.
+        device: The device; None for the GPU if this process already uses one, else the CPU.
     """
     if device is None:
         device = "cuda" if uses_gpu() else "cpu"

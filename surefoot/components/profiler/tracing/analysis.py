@@ -42,7 +42,7 @@ class TraceAnalysis:
 
     @property
     def slowdown(self) -> float | None:
-        """Step time inside the window over that before the profiler ran; None where no step ran
+        """Step time inside the window over that before the profiler ran; None if no step ran
         before."""
         step_times = self.facts.get("step_s") or {}
         before, inside = step_times.get("before"), step_times.get("inside")
@@ -125,7 +125,7 @@ def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
         folder: Folder of the files.
 
     Raises:
-        InputError: Where the disk refuses.
+        InputError: If the files cannot be written.
     """
     texts = {OPERATORS_FILE: json.dumps(found.as_row(), indent=1)}
     steps = f"{found.num_steps} steps" if found.num_steps else "the window"

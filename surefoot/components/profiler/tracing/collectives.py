@@ -76,7 +76,7 @@ class _Call(NamedTuple):
 def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
     """Return the collectives at each position in a step, in the order in which they start.
 
-    None where the trace has none, or does not show what was waited for: for gloo, only the trace of
+    None if the trace has none, or does not show what was waited for: for gloo, only the trace of
     a surefoot run does.
     """
     work = [

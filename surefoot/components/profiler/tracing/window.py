@@ -92,9 +92,10 @@ class Window:
 class Profiler:
     """Recorder of one window of steps of any loop.
 
-    Call `step_done()` after each step, or use it as a context around the loop. `is_done` is true
-    once the window was recorded. A loop that ends first writes the steps recorded so far; so does a
-    window whose end would take more than half of the available memory.
+    Call `step_done()` after each step, or use the object as a context around the loop. `is_done` is
+    true when the window has been recorded. The steps recorded so far are written early if the loop
+    ends before the window, or if the whole window would take more than half of the available
+    memory.
 
         with Profiler(model, "profile") as profiler:
             for batch in loader:
@@ -109,7 +110,7 @@ class Profiler:
         optimizers: Optimizers, whose memory is reported separately.
         more_state: Further tensors to report as optimizer memory.
         first_step: The number of the first step.
-        nvtx: Write nothing, and mark ranges and the window for nsys and ncu, which record.
+        nvtx: Record nothing, but mark ranges and the window for nsys or ncu, which record them.
 
     Raises:
         InputError: For an unknown level, for `nvtx` without a GPU, and at the end of a context
@@ -297,7 +298,7 @@ class Profiler:
         return max(0, self._num_done - self.window.wait - self.window.warmup)
 
     def _write(self, running: profile, after: Mapping[str, Mapping[int, int]]) -> None:
-        """Write the trace, and the facts that it lacks. Raises InputError where the disk
+        """Write the trace, and the facts that it lacks. Raises InputError if the disk
         refuses."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -332,7 +333,7 @@ class Profiler:
 
     def _step_times(self) -> dict[str, float | None]:
         """Return the median step time before the profiler ran and inside the window, in seconds;
-        None where no step ran."""
+        None if no step ran."""
         lengths = [
             later - earlier
             for earlier, later in zip(self._marks_s, self._marks_s[1:], strict=False)
@@ -360,7 +361,7 @@ class Profiler:
 
 
 def check_gpu() -> None:
-    """Raise InputError where torch sees no GPU for nsys and ncu."""
+    """Raise InputError if torch sees no GPU for nsys and ncu."""
     if not torch.cuda.is_available():
         raise InputError(
             "torch sees no GPU, so there is nothing for nsys or ncu to record",
