@@ -33,7 +33,9 @@ from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
+from surefoot.train.attach.arguments import can_save_position
 from surefoot.train.attach.loop_ranks import SaveTimer
+from surefoot.train.attach.read_states import ReadStates, describe_too_many
 from surefoot.train.quiet import read_streams
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
@@ -96,6 +98,8 @@ class LoopKeeper:
         self._own_now: Mapping[str, Any] = {}
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
+        self._read_states, self._saved_reads, self._told_reads = ReadStates(), None, False
+        self._draws_late = data.draws_late and not can_save_position(self._data)
         # random states to restore after the loader has reached the saved position
         self._wanted: Mapping[str, Any] | None = None
         self.position = 0  # batches read in the current epoch
@@ -126,7 +130,7 @@ class LoopKeeper:
             self.unfrozen = self._set_trained(dict(loop.get("trains", {})))
             self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
             self._own_now = name_states(loop.get("own_now") or self._pass_random.get("own", ()))
-            self._content_before = loop.get("content")
+            self._content_before, self._saved_reads = loop.get("content"), loop.get("reads")
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
         self._wanted = checkpoint.random_states()
         if data is not None:
@@ -205,7 +209,7 @@ class LoopKeeper:
             wanted = None
         self._is_between = False
         if wanted is None:
-            self.position, self.seen = 0, PassDigest()
+            self.position, self.seen, self._read_states = 0, PassDigest(), ReadStates()
             self.pass_number += 1
             self._pass_random = self._random()
             return self._iterate()
@@ -223,6 +227,7 @@ class LoopKeeper:
             return batches
         self._restore(self._pass_random)
         self._watched.start_sampler_at(self._sampler)
+        self._read_states = ReadStates(self._saved_reads, self.position)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
         self.position, draws = 0, False
         for number in range(position):  # what was read before is read once more, and dropped
@@ -231,9 +236,14 @@ class LoopKeeper:
             draws |= number > 0 and before != read_streams()
         if self._before is not None and self._before.count == position:
             # data that draw from the global streams depend on what the loop drew in between
+            knows_draws = self._draws_late and self._read_states.is_complete
             self.difference = self.seen.compare(
-                self._before, knows_samples=self._watched.knows_samples, values=not draws
+                self._before,
+                knows_samples=self._watched.knows_samples,
+                values=knows_draws or not draws,
             )
+        if draws and self._read_states.is_over_limit:
+            self.difference = self.difference or describe_too_many()
         checkpoint.restore_random(wanted)
         self._restore_generators(self._own_now)
         return batches
@@ -243,7 +253,8 @@ class LoopKeeper:
 
     def _iterate(self) -> Iterator[Any]:
         self._watched.before_iteration(is_first=self.pass_number == 0)
-        return self._watched.iterate()
+        batches = self._watched.iterate()
+        return self._read_states.watch(batches) if self._draws_late else batches
 
     def take(self, batch: Any) -> tuple[int, ...]:
         """Count a batch that was read; return its sample ids, or its digest as four numbers."""
@@ -331,10 +342,14 @@ class LoopKeeper:
         return found
 
     def take_unsaved(self) -> list[str]:
-        """Return a warning, once each, on changing attributes that no checkpoint can hold."""
-        return [
+        """Return a warning, once each, on changes and draws that no checkpoint can hold."""
+        told = [
             f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)
         ]
+        if self._read_states.is_over_limit and not self._told_reads:
+            self._told_reads, (what, hint, _) = True, describe_too_many()
+            told.append(f"{what}; {hint}")
+        return told
 
     def save(
         self, step: int, counters: Mapping[str, Any], data_state: Any
@@ -361,6 +376,7 @@ class LoopKeeper:
             "last_random": self._last_random,
             "sampler": self._watched.sampler_start(),
             "seen": self.seen.as_state(),
+            "reads": self._read_states.as_state(),
             "content": self._content,
             "own_now": self._generator_states(),
             "kinds": {

@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from surefoot.components.data.sources.batch_digest import PassDigest
@@ -29,6 +32,13 @@ from surefoot.runtime.attributes.generators import (
 )
 
 MAX_NESTED = 16  # nesting of samplers
+TORCH_SAMPLERS = (
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 OF_LOADER = "loader"  # name of the generators of a loader and its samplers
 
 
@@ -45,6 +55,10 @@ class ObservedLoader:
         self._drawn: deque[Any] = deque()
         self.num_drawn: int | None = None  # samples of the batch recorded last, if known
         self._sampler: _Recorder | None = None
+        batch_sampler = getattr(data, "batch_sampler", None)
+        self._order_is_torchs = (
+            type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in TORCH_SAMPLERS
+        )
         if _can_be_watched(data):
             self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
             self.data = copy.copy(data)  # the user's loader stays unchanged
@@ -55,6 +69,14 @@ class ObservedLoader:
     def knows_samples(self) -> bool:
         """True if the indices of the samples in each batch are known."""
         return self._sampler is not None
+
+    @property
+    def draws_late(self) -> bool:
+        """True unless the order of an epoch follows from the random states at its start.
+
+        The samplers of torch draw their order, or the seed of their own generator, at the start.
+        """
+        return not (self.knows_samples and self._order_is_torchs)
 
     @property
     def has_lasting_workers(self) -> bool:
