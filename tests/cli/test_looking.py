@@ -40,16 +40,6 @@ def test_a_run_is_listed_with_the_state_that_its_end_says(state: str, surefoot: 
     assert cells[:6] == ["runs/a-1", "digits", state, "10/40", "accuracy 99.4 %", "50 s"]
 
 
-def test_the_log_of_another_rank_is_no_run_where_that_of_the_run_is_missing(
-    surefoot: Command,
-) -> None:
-    past.write(Path("runs/a-1/ranks/1"), [past.started(), past.step(10, 1.0)])
-    Path("runs/a-1/run.lock").touch()
-    rows = surefoot("runs", "--json").row["runs"]
-    assert [row["run"] for row in rows] == ["runs/a-1"]
-    assert rows[0]["state"] == "unreadable"
-
-
 def test_a_run_without_an_end_is_none_of_those_even_when_an_earlier_attempt_ended(
     surefoot: Command,
 ) -> None:
