@@ -46,9 +46,9 @@ app = typer.Typer(
     ),
     epilog=(
         "Exit codes: 0 success, 1 a check failed, 2 bad input, 3 an error in your code, 4 "
-        "non-finite or diverged values, 5 storage error, 6 a bad record, 70 an internal "
-        "error of surefoot, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 "
-        "ended by SIGTERM, 152 ended by SIGXCPU."
+        "non-finite or diverged values, 5 storage error, 6 a bad record, 7 out of memory, 8 "
+        "a failed rank, 70 an internal error of surefoot, 129 ended by SIGHUP, 130 interrupted, "
+        "140 ended by SIGUSR2, 143 ended by SIGTERM, 152 ended by SIGXCPU."
     ),
 )
 

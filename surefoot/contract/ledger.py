@@ -301,9 +301,16 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
                 f"{path} must be a regular file; it is a pipe, a folder or a device",
                 hint="move it away",
             ) from None
-        is_gone = isinstance(error, FileNotFoundError | NotADirectoryError)
-        hint = "surefoot runs lists the runs below a folder" if is_gone else hint_unread(error)
-        raise RunFolderError(f"{path} cannot be read: {error.strerror}", hint=hint) from None
+        if isinstance(error, FileNotFoundError):
+            raise RunFolderError(
+                f"{path} is missing, so it is not known which samples the run consumed",
+                hint="copy the file from a backup of the run folder; or start a new run from the "
+                f"weights alone: surefoot resume {shlex.quote(str(folder))} --fork NEW "
+                "--weights-only",
+            ) from None
+        raise RunFolderError(
+            f"{path} cannot be read: {error.strerror}", hint=hint_unread(error)
+        ) from None
     if isinstance(found, str):
         raise RunFolderError(
             f"{path} is not a ledger: {found}",

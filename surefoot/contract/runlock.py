@@ -8,7 +8,6 @@ says, and only the generation shows that a later attempt took the folder.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import socket
@@ -135,8 +134,10 @@ class RunLock:
         text = json.dumps(row).encode().ljust(WIDTH_BYTES)
         was_new = not os.fstat(self._descriptor).st_size
         try:
-            if os.pwrite(self._descriptor, text, 0) != len(text):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = 0
+            # after a partial write the next one raises the reason: a full disk, or a limit
+            while written < len(text):
+                written += os.pwrite(self._descriptor, text[written:], written)
             os.ftruncate(self._descriptor, len(text))
             os.fsync(self._descriptor)
         except OSError:

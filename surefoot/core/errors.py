@@ -131,7 +131,7 @@ def require_package(package: str, *modules: str, extra: str, needed_for: str) ->
         raise MissingExtra(package, extra=extra, needed_for=needed_for) from None
 
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 IN_TEXT = re.compile(r"\(os error ([0-9]+)\)")  # the error number in messages of Rust libraries
 MENDS = {
     **dict.fromkeys(FULL, "free some space"),
@@ -139,6 +139,7 @@ MENDS = {
     **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "create its parent folder"),
     errno.ELOOP: "replace the symbolic link with the file itself, if you trust its origin",
     errno.ENAMETOOLONG: "use a shorter name",
+    errno.EFBIG: "raise the limit of a file's size: ulimit -f",
     errno.EISDIR: "move the folder of that name away",
     errno.EROFS: "mount the disk for writing",
 }

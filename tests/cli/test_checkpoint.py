@@ -176,6 +176,17 @@ def test_prune_keeps_the_newest_the_best_and_multiples_and_touches_no_foreign_na
     assert surefoot("checkpoint", "check", run).code == 0
 
 
+def test_prune_verifies_the_newest_checkpoint_also_where_nothing_is_to_be_deleted(
+    run: Path, surefoot: Command
+) -> None:
+    assert surefoot("checkpoint", "prune", run, "--keep", "9").code == 0
+    path = run / "checkpoints" / "step-000000000006" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    answer = surefoot("checkpoint", "prune", run, "--keep", "9")
+    assert answer.code == 1
+    assert "nothing was deleted, because the newest checkpoint is damaged" in answer.err
+
+
 @pytest.mark.parametrize("every", ["0 s", "0 steps", "0 epochs"])
 def test_multiples_of_nothing_are_refused(every: str, run: Path, surefoot: Command) -> None:
     answer = surefoot("checkpoint", "prune", run, "--keep", "2", "--keep-every", every)

@@ -52,6 +52,18 @@ def test_the_values_that_differ_are_named_counted_and_measured(
     assert "2 of 12" in surefoot("checkpoint", "diff", f"{run}:6", "other:6").out
 
 
+def test_a_list_of_many_values_is_one_row_with_the_count_of_those_that_differ(
+    run: Path, surefoot: Command
+) -> None:
+    values = list(range(625))
+    save(Path("one"), 6, count=values)
+    save(Path("two"), 6, count=[*values[:-2], -1, -2])
+    answer = surefoot("checkpoint", "diff", "one:6", "two:6", "--json")
+    (row,) = answer.row["differences"]
+    assert (row["name"], row["num_different"], row["num_values"]) == ("values/count", 2, 625)
+    assert "2 of 625" in surefoot("checkpoint", "diff", "one:6", "two:6").out
+
+
 DTYPES = [
     torch.bool,
     torch.uint8,

@@ -299,6 +299,19 @@ def test_a_ledger_with_a_damaged_header_is_set_aside_and_the_run_goes_on(
     assert (fault.fault, fault.detail) == ("damaged-ledger", "ledger.bin lost the rows of 6 steps")
 
 
+def test_the_hint_for_a_missing_ledger_names_a_command_that_works(
+    spec: Path, surefoot: Command
+) -> None:
+    (Path("left") / ledger.FILE).unlink()
+    for words in (("ledger", "left"), ("resume", "left", "--fork", "new")):
+        answer = surefoot(*words)
+        assert answer.code == 2
+        assert f"{Path('left') / ledger.FILE} is missing, so it is not known" in answer.err
+    hint = answer.err.partition("surefoot resume ")[2].strip().replace("NEW", "new").split()
+    assert hint == ["left", "--fork", "new", "--weights-only"]
+    assert surefoot("resume", *hint, "--quiet").code == 0
+
+
 def test_rows_that_a_fork_takes_over_are_those_of_its_history_and_no_more(
     spec: Path, surefoot: Command
 ) -> None:

@@ -82,6 +82,32 @@ def test_weights_none_of_which_fit_are_refused_with_both_sides(
     assert not Path("new").exists()
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
+def test_the_hint_names_the_prefix_that_a_wrapper_put_before_all_names(
+    prefix: str, spec: Path, surefoot: Command
+) -> None:
+    weights = {f"{prefix}{name}": torch.randn(shape) for name, shape in PRETRAINED.items()}
+    save_file(weights, "other.safetensors")
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
+    assert answer.code == 2
+    assert f"checkpoint import --strip {prefix}, so" in answer.err
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "bare", "--strip", prefix)
+    assert surefoot("train", spec, "--weights", "bare", "--run", "new", "--quiet").code == 0
+
+
+def test_the_hint_names_the_prefix_where_only_some_names_have_it(
+    spec: Path, surefoot: Command
+) -> None:
+    names = {"0.weight": "0.weight", "0.bias": "0.bias", "2.weight": "m.2.weight"}
+    weights = {told: torch.randn(PRETRAINED[name]) for name, told in names.items()}
+    save_file(weights, "other.safetensors")
+    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
+    assert "checkpoint import --strip m., so" in answer.err
+    assert "or add --partial-weights to load" in answer.err
+
+
 PRETRAINED = {"0.weight": (4, 4), "0.bias": (4,), "2.weight": (3, 4), "2.bias": (3,)}
 IN_PART: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
     "one is missing": ({"2.bias": ()}, "missing: 2.bias"),
@@ -110,6 +136,7 @@ def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
     assert "fit only a part of the model: loaded" in answer.err
     assert words in answer.err
     assert "add --partial-weights" in answer.err
+    assert "--strip" not in answer.err
     assert not Path("new").exists()
     assert (
         surefoot(

@@ -5,10 +5,12 @@ And a generation that only rises.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -20,7 +22,10 @@ from pathlib import Path
 
 import pytest
 
+from surefoot.components.observe.journal import Journal
 from surefoot.contract import runlock
+from surefoot.contract.events import FILE as EVENTS
+from surefoot.contract.events import Committed
 from surefoot.contract.runlock import FILE, RunLock
 from surefoot.core.errors import RunFolderError, hint_unwritten
 from surefoot.core.place import child_environment
@@ -78,7 +83,7 @@ def test_a_lock_that_cannot_be_written_is_told_with_what_mends_that(tmp_path: Pa
         )
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_only_a_disk_without_space_is_to_be_emptied(number: int) -> None:
     assert hint_unwritten(OSError(number, os.strerror(number))) == "free some space"
     assert (
@@ -86,6 +91,7 @@ def test_only_a_disk_without_space_is_to_be_emptied(number: int) -> None:
         == "free some space"
     )
     for other in (
+        errno.EFBIG,
         errno.EISDIR,
         errno.ENOENT,
         errno.EACCES,
@@ -248,3 +254,37 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / FILE).mkdir()
     with pytest.raises(RunFolderError, match="cannot be written"):
         RunLock(tmp_path)
+
+
+@contextlib.contextmanager
+def max_file_bytes(num_bytes: int) -> Iterator[None]:
+    """Limit the size of files that this process writes, as `ulimit -f` does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_limit_of_the_file_size_is_not_reported_as_a_full_disk(tmp_path: Path) -> None:
+    with max_file_bytes(100), pytest.raises(RunFolderError) as refused:
+        RunLock(tmp_path)
+    assert "cannot be written: File too large\nhint: raise the limit" in str(refused.value)
+    assert not (tmp_path / FILE).exists()
+
+
+def test_a_log_at_the_limit_of_the_file_size_names_it_and_keeps_whole_lines(
+    tmp_path: Path,
+) -> None:
+    event = Committed(generation=1, time_s=0.0, step=1, folder="a", num_bytes=1, elapsed_s=1.0)
+    log = Journal(tmp_path)
+    assert log.write(event) is None
+    whole = (tmp_path / EVENTS).read_bytes()
+    with max_file_bytes(len(whole) + 10):
+        warning = log.write(event)
+    assert "cannot be written: File too large" in (warning or "")
+    assert (tmp_path / EVENTS).read_bytes() == whole
+    assert log.write(event) is None
+    log.close()
+    assert (tmp_path / EVENTS).read_bytes() == 3 * whole

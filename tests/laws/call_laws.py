@@ -9,6 +9,8 @@ ERRORS = '''"""Ours.
 
     SurefootError        base
     `-- InputError    2  found before any work
+
+Other exit codes: 0 success, 70 an error.
 """
 EXIT_OK = 0
 class SurefootError(Exception):
@@ -17,6 +19,7 @@ class InputError(SurefootError):
     exit_code = 2
 '''
 TABLE = "| code | errors |\n| --- | --- |\n| 0 | done |\n| 2 | InputError |\n| 70 | our own |\n"
+HELP = 'app = dict(epilog="Exit codes: 0 success, 2 bad input, 70 an error of ours.")\n'
 E = "surefoot/core/errors.py"
 
 CALL_LAWS: dict[str, Law] = {
@@ -213,6 +216,21 @@ CALL_LAWS: dict[str, Law] = {
             ),
         ),
         {E: ERRORS, exceptions.TABLE: TABLE},
+    ),
+    "the help and the docstring of the errors list every exit code": Law(
+        exceptions.in_the_help,
+        (
+            Plant(
+                "exit codes [0, 70], and they are [0, 2, 70]",
+                {E: ERRORS, exceptions.HELP: HELP.replace("2 bad input, ", "")},
+            ),
+            Plant("they are [0, 2, 5, 70]", {E: ERRORS + "EXIT_X = 5\n", exceptions.HELP: HELP}),
+            Plant(
+                "exit codes [0], and they are [0, 70]",
+                {E: ERRORS.replace(", 70 an error", ""), exceptions.HELP: HELP},
+            ),
+        ),
+        {E: ERRORS, exceptions.HELP: HELP},
     ),
     "what is raised is of our tree": Law(
         exceptions.raised,

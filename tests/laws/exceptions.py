@@ -15,6 +15,7 @@ from tests.laws.tree import FUNCTIONS, Module, Violation, modules
 
 ERRORS = "surefoot/core/errors.py"
 TABLE = "docs/reference/exit-codes.md"
+HELP = "surefoot/cli/main.py"
 BUILTIN = {
     name
     for name, value in vars(builtins).items()
@@ -80,11 +81,7 @@ def in_the_table(root: Path) -> list[Violation]:
         if path.is_file()
         else {}
     )
-    codes = {
-        int(node.value.value)
-        for node in module.syntax.body
-        if isinstance(node, ast.Assign) and _is_code(node)
-    }
+    codes = _codes(module)
     found = [
         Violation(TABLE, f"has no row for exit code {code}")
         for code in sorted(codes)
@@ -103,6 +100,48 @@ def in_the_table(root: Path) -> list[Violation]:
         for code in rows
         if code not in known
     ]
+
+
+def in_the_help(root: Path) -> list[Violation]:
+    """`surefoot --help` lists the exit codes of core/errors.py, each once, in order.
+
+    So does the docstring of core/errors.py, together with its drawing.
+    """
+    every = {module.path.as_posix(): module for module in modules(root)}
+    constants, tree = _codes(every[ERRORS]), _real_tree(every[ERRORS])
+    codes = constants | {code for _, code in tree.values() if code is not None}
+    docstring = ast.get_docstring(every[ERRORS].syntax) or ""
+    told = {
+        HELP: _listed(" ".join(_strings(every[HELP])), "Exit codes:"),
+        ERRORS: _listed(docstring, "Other exit codes:"),
+    }
+    drawn_codes = {code for _, code in _drawn_tree(docstring).values() if code is not None}
+    wanted = {HELP: codes, ERRORS: codes - drawn_codes}
+    return [
+        Violation(path, f"lists the exit codes {told[path]}, and they are {sorted(wanted[path])}")
+        for path in told
+        if told[path] != sorted(wanted[path])
+    ]
+
+
+def _strings(module: Module) -> Iterator[str]:
+    for node in module.nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def _listed(text: str, title: str) -> list[int]:
+    """The numbers that begin the items of the list behind `title`, up to its period."""
+    items = text.partition(title)[2].partition(".")[0].split(",")
+    return [int(hit[1]) for item in items if (hit := re.match(r"\s*(\d+) ", item))]
+
+
+def _codes(module: Module) -> set[int]:
+    return {
+        int(node.value.value)
+        for node in module.syntax.body
+        if isinstance(node, ast.Assign) and _is_code(node)
+    }
 
 
 def raised(root: Path) -> list[Violation]:

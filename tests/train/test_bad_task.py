@@ -101,7 +101,7 @@ CHANGES = {
     "data knows no split": (
         "generator = ",
         "{'train': 1}[split]; generator = ",
-        ["task mine has no split 'test'"],
+        ["task mine has no split 'test'", "--split of evaluate and predict"],
     ),
     "data has no file": (
         "generator = ",

@@ -21,8 +21,10 @@ from surefoot.contract.events import Committed, Started
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.core.errors import OutOfMemory, SpecError, TaskError
+from surefoot.core.ranks.layout import Layout
 from surefoot.train.assemble import assemble
 from surefoot.train.failure import account
+from surefoot.train.preflight.predicted import Prediction
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run, drive
 from tests.train.short import Greedy
@@ -108,6 +110,24 @@ def test_what_has_no_half_left_ends_with_an_account_of_the_memory(tmp_path: Path
     assert [action.partition(",")[0].split()[-1] for action in actions] == ["2", "1"]
     assert not any(isinstance(event, Committed) for event in records(tmp_path / "run"))
     assert (end_of(tmp_path / "run").outcome, end_of(tmp_path / "run").exit_code) == ("failed", 7)
+
+
+@pytest.mark.parametrize(
+    ("largest", "remedy"),
+    [
+        ("activations", "use a smaller model, or smaller samples"),
+        ("parameters", "use a smaller model"),
+        ("optimizer", "use an optimizer with less state, or a smaller model"),
+    ],
+)
+def test_without_a_change_that_helps_the_hint_follows_from_the_largest_part(
+    largest: str, remedy: str
+) -> None:
+    terms = {"activations": 1, "parameters": 1, "optimizer": 1, largest: 8 << 40}
+    found = Prediction("id", 8 << 40, terms, 1, {}, Layout())
+    assert account._hint(found, [], None, False) == (
+        f"the predicted peak memory of a step is 8 TiB, mostly {largest}: {remedy}"
+    )
 
 
 @pytest.mark.slow

@@ -242,12 +242,13 @@ def read_records(folder: Path) -> tuple[list[Event], list[str]]:
 def find(root: Path) -> Iterator[Path]:
     """Yield the run folders below `root` (or `root` itself), sorted by name.
 
-    Hidden folders and folders inside runs are skipped. The folders that this user may not list come
-    last, since each may hold a run.
+    Hidden folders and folders inside runs are skipped; the logs of other ranks are inside a run
+    whose own log is missing, too. The folders that this user may not list come last, since each may
+    hold a run.
     """
     forbidden: list[OSError] = []
     for folder, inside, names in os.walk(root, onerror=forbidden.append):
-        if events.FILE in names:
+        if events.FILE in names or (runlock.FILE in names and files.RANKS in inside):
             inside.clear()
             yield Path(folder)
         else:

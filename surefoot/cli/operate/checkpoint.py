@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -354,10 +355,11 @@ def prune(
     }
     doomed = retention.find_doomed(run, **rule)
     problem, gone = None, []
-    if doomed and not dry_run:
-        with stored.check_not_written(run):
+    steps = manifest.steps(run)
+    if steps and not dry_run:
+        with stored.check_not_written(run) if doomed else contextlib.nullcontext():
             try:
-                commits.check(manifest.step_folder(run, manifest.steps(run)[-1]))
+                commits.check(manifest.step_folder(run, steps[-1]))
             except RunFolderError as error:
                 problem = error.message
             else:
@@ -455,7 +457,8 @@ def diff(
         print_table(("file", "name", "different", "max difference"), rows, right="max difference")
     if len(found) > MAX_SHOWN:
         print(f"and {len(found) - MAX_SHOWN:,} more")
-    print(f"{'equal' if not found else 'different'}: {same:,} tensors are bitwise identical")
+    verdict, noun = "different" if found else "equal", "tensor is" if same == 1 else "tensors are"
+    print(f"{verdict}: {same:,} {noun} bitwise identical")
     return int(bool(found))
 
 

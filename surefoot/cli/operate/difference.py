@@ -39,6 +39,7 @@ DTYPES = {
     "F64": np.float64,
     "C64": np.complex64,
 }
+MIN_VECTOR = 16  # a list of so many plain values in a JSON file is one row
 BLOCK = 1 << 20  # values compared at once
 
 
@@ -243,9 +244,7 @@ def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[ValueDiffer
         return [ValueDifference(name, "", "different bytes")]
     ours, theirs = dict(_leaves(trees[0])), dict(_leaves(trees[1]))
     return [
-        ValueDifference(
-            name, path, f"{_format_value(ours, path)} and {_format_value(theirs, path)}"
-        )
+        _compare_leaves(name, path, ours, theirs)
         for path in sorted(ours.keys() | theirs.keys())
         if ours.get(path, ...) != theirs.get(path, ...)
     ] or [ValueDifference(name, "", "different bytes")]
@@ -255,11 +254,28 @@ def _leaves(value: Any, path: str = "") -> Any:
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _leaves(part, f"{path}/{key}" if path else str(key))
-    elif isinstance(value, list):
+    elif isinstance(value, list) and not _is_vector(value):
         for number, part in enumerate(value):
             yield from _leaves(part, f"{path}/{number}")
     else:
         yield path, value
+
+
+def _is_vector(value: list[Any]) -> bool:
+    """Return whether a list is shown as one value, such as the state of Python's generator."""
+    return len(value) >= MIN_VECTOR and not any(isinstance(each, dict | list) for each in value)
+
+
+def _compare_leaves(
+    file: str, path: str, ours: dict[str, Any], theirs: dict[str, Any]
+) -> ValueDifference:
+    one, two = ours.get(path), theirs.get(path)
+    if isinstance(one, list) and isinstance(two, list) and len(one) == len(two):
+        num_different = sum(a != b for a, b in zip(one, two, strict=True))
+        return ValueDifference(file, path, "values", num_different, len(one))
+    return ValueDifference(
+        file, path, f"{_format_value(ours, path)} and {_format_value(theirs, path)}"
+    )
 
 
 def _format_value(leaves: dict[str, Any], path: str) -> str:

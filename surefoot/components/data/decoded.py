@@ -85,7 +85,7 @@ def open_decoded(
         except OSError as error:
             raise DataError(
                 f"the cache {cache} cannot be written: {error.strerror}",
-                hint="select another folder with --set task.cache=DIR",
+                hint="make the folder writable, or train with --set task.cache=DIR",
             ) from error
         found = _open(folder)
     if found is None:

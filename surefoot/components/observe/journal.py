@@ -7,7 +7,6 @@ its log only once more than `MAX_HELD_BYTES` are buffered.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from pathlib import Path
 
@@ -111,14 +110,15 @@ class Journal:
         """Write all buffered lines or none of them; return the error if the disk refuses them."""
         if not self._held:
             return None
+        written = 0
         try:
-            written = os.write(self._descriptor, self._held)
-            # a partial write: cut it off, so that the next record starts a new line
-            if written != len(self._held):
-                with contextlib.suppress(OSError):
-                    os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            # after a partial write the next one raises the reason: a full disk, or a limit
+            while written < len(self._held):
+                written += os.write(self._descriptor, self._held[written:])
         except OSError as error:
+            # cut a partial write off, so that the next record starts a new line
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             return error
         self._held = b""
         return None

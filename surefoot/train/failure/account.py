@@ -37,6 +37,14 @@ PLACES = {
     OPTIMIZER: "in the update",
 }
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+SMALLER_MODEL = "a smaller model"
+# by the term of the predicted peak that is largest, where no change of the spec helps
+REMEDIES = {
+    "activations": "a smaller model, or smaller samples",
+    "batches": "smaller samples",
+    "temporaries": "a smaller model, or smaller samples",
+    "optimizer": "an optimizer with less state, or a smaller model",
+}
 _ASKED_FOR = re.compile(rf"allocate ([\d.]+) ({'|'.join(UNITS)})")
 
 Change = Mapping[str, Mapping[str, Any]]
@@ -144,10 +152,8 @@ def _hint(
         )
     now = f"the predicted peak memory of a step is {format_bytes(found.peak_bytes)}"
     if not changes:
-        return (
-            f"{now}, mostly {max(found.terms, key=lambda kind: found.terms[kind])}: use a smaller "
-            "model, or an optimizer with less state"
-        )
+        kind = max(found.terms, key=lambda kind: found.terms[kind])
+        return f"{now}, mostly {kind}: use {REMEDIES.get(kind, SMALLER_MODEL)}"
     is_possible = can_halve and any(words.startswith("train.microbatch") for words, _ in changes)
     by_itself = (
         '; memory.on_oom = "halve" halves the microbatch when memory runs out'

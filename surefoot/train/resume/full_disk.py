@@ -82,6 +82,16 @@ class Patience:
         # the step that was refused first since the last save, and when
         self._first: tuple[int, float] | None = None
         self._ending: StorageError | None = None
+        self._mend = "repair the disk"
+
+    def hint_restart(self, saved_step: int) -> str:
+        """Return what to do about the failed saves, after the checkpoint of `saved_step` or 0."""
+        then = (
+            "it resumes after the newest checkpoint"
+            if saved_step
+            else "it starts again from the beginning, because there is no checkpoint"
+        )
+        return f"{self._mend}, and run the same command again: {then}"
 
     def on_saved(self) -> None:
         """Reset the time after a successful save."""
@@ -91,21 +101,21 @@ class Patience:
         """Return whether `error` is the one that ends the run."""
         return error is self._ending
 
-    def on_failed(self, error: StorageError, step: int) -> None:
-        """Raise StorageError if saves have failed for longer than the limit, or `error` says so."""
+    def on_failed(self, error: StorageError, step: int, saved_step: int) -> None:
+        """Raise StorageError if saves have failed for longer than the limit, or `error` says so.
+
+        `saved_step` is the step of the newest checkpoint, 0 without one.
+        """
         if error is self._ending:
             raise error
         self._first = self._first or (step, time.monotonic())
+        self._mend = error.hint or self._mend
         first, since_s = self._first
         if self._limit_s is None or time.monotonic() - since_s < self._limit_s:
             return
         self._ending = StorageError(
             f"no checkpoint could be written for {format_seconds(self._limit_s)}, from step "
             f"{first:,} to step {step:,}: {error.message}",
-            hint=(
-                f"{error.hint or 'repair the disk'}, and run the same command again: "
-                "it resumes after the newest checkpoint; checkpoint.max_unsaved "
-                "sets the time limit"
-            ),
+            hint=f"{self.hint_restart(saved_step)}; checkpoint.max_unsaved sets the time limit",
         )
         raise self._ending from error

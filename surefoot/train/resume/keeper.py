@@ -322,7 +322,7 @@ class CheckpointManager:
         """Record a failed save. Raises StorageError after `checkpoint.max_unsaved` without one."""
         if not self._patience.is_over(error):
             telling.give_up("this commit", error, step)
-        self._patience.on_failed(error, step)
+        self._patience.on_failed(error, step, self.saved_step)
 
     def before_update(self) -> None:
         """Wait for the copy of weights and optimizer state; called before the optimizer step."""
@@ -353,10 +353,7 @@ class CheckpointManager:
         if step != self.saved_step:
             raise StorageError(
                 f"the state after step {step:,} was not saved",
-                hint=(
-                    "repair the disk, and run the same command again: it resumes "
-                    "after the newest checkpoint"
-                ),
+                hint=self._patience.hint_restart(self.saved_step),
             )
 
     def abandon(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -312,18 +313,17 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
         len(stored),
         {"missing": missing, "of a different shape": reshaped, "unexpected": unexpected},
     )
-    if not fits:
+    if not fits or (not partial and (missing or reshaped or unexpected)):
+        prefix = _find_prefix({name: piece.shape for name, piece in stored.items()}, shapes)
+        strip = f"import the file again with checkpoint import --strip {shlex.quote(prefix)}"
+        strip = f"{strip}, so that the names match" if prefix else "build the model that was saved"
         raise RunFolderError(
-            f"no weight of {commit.folder} fits the model: {told}",
-            hint="build the model that was saved",
-        )
-    if not partial and (missing or reshaped or unexpected):
-        raise RunFolderError(
-            f"the weights of {commit.folder} fit only a part of the model: {told}",
-            hint=(
-                "checkpoint import --strip PREFIX removes a prefix from all names; "
-                "to load only the weights that fit, add --partial-weights"
-            ),
+            f"the weights of {commit.folder} fit only a part of the model: {told}"
+            if fits
+            else f"no weight of {commit.folder} fits the model: {told}",
+            hint=f"{strip}; or add --partial-weights to load only the weights that fit"
+            if fits
+            else strip,
         )
 
     def give(name: str, piece: Piece) -> Tensor:
@@ -336,6 +336,31 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     publish(assembly.model.parameters())
     _reset_average(assembly)
     return f"started with the weights of {commit.folder}: {told}"
+
+
+def _find_prefix(
+    stored: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
+) -> str:
+    """Return the prefix without which the most stored weights fit the model by name and shape.
+
+    "" if no prefix makes more of them fit, or if two weights would have the same name.
+
+    >>> _find_prefix({"module.a": (2,), "module.b": (3,)}, {"a": (2,), "b": (3,)})
+    'module.'
+    """
+    prefixes = {
+        name[:start]
+        for name in stored
+        for start in (each.end() for each in re.finditer(r"\.", name))
+        if name[start:] in model
+    }
+    found, most = "", sum(model.get(name) == shape for name, shape in stored.items())
+    for prefix in sorted(prefixes, key=len):
+        stripped = {name.removeprefix(prefix): shape for name, shape in stored.items()}
+        num_fits = sum(model.get(name) == shape for name, shape in stripped.items())
+        if num_fits > most and len(stripped) == len(stored):
+            found, most = prefix, num_fits
+    return found
 
 
 @torch.no_grad()

@@ -48,7 +48,10 @@ def read_split(task: ResolvedTask, split: str) -> Source:
         if error.args == (split,):  # looked up among those that the task knows
             raise DataError(
                 f"task {task.name} has no split {split!r}",
-                hint="set evaluate.split to a split that its data(split) returns",
+                hint='return the training data from its data("train")'
+                if split == "train"
+                else "use a split that its data(split) returns: --split of evaluate and predict, "
+                "or evaluate.split of a new run",
             ) from error
         raise _failed_data(split, error) from error
     except OSError as error:
