@@ -14,7 +14,7 @@ from typing import Any
 from surefoot.components import checkpoint
 from surefoot.contract import commits, events, ledger, manifest, spec_file
 from surefoot.contract.events import Ended, Started
-from surefoot.contract.run_folder import files, removals
+from surefoot.contract.run_folder import files, log_end, removals
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, describe_missing_lock, is_held
 from surefoot.contract.spec import RunSpec
@@ -43,7 +43,7 @@ class Chosen:
         parent: Checkpoint of a different run from which the first attempt started.
         stated: Tables of the spec of the newest attempt.
         done: Outcome and cause of a run that has nothing left to train; None for any other run.
-        damaged: Lines of the log that cannot be read.
+        damaged: Messages on lines of the log that cannot be read, and on missing records.
     """
 
     folder: Path
@@ -172,8 +172,12 @@ def _choose_folder(
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} stays unchanged",), is_numbered=True)
     damaged: list[str] = []
-    records = events.read(wanted, *(() if checks_log else (Started, Ended)), damaged=damaged)
-    past = [event for event in records if isinstance(event, Started | Ended)]
+    steps, last = manifest.steps(wanted), 0
+    past: list[Started | Ended] = []
+    for event in events.read(wanted, *(() if checks_log else (Started, Ended)), damaged=damaged):
+        last = max(last, log_end.last_step_of(event))
+        if isinstance(event, Started | Ended):
+            past.append(event)
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         from surefoot.train.resume import changes
@@ -206,6 +210,9 @@ def _choose_folder(
     notes += tuple(tell_versions(started[-1].versions, environment.versions())) if started else ()
     if not started:
         return Chosen(wanted, True, notes, damaged=tuple(damaged))
+    if checks_log and not damaged:
+        missing = log_end.find_unlogged_checkpoints(wanted, steps, started, last)
+        damaged += [f"{wanted / events.FILE}: {each}" for each in missing]
     newest, parent = started[-1], started[0].parent
     return Chosen(
         wanted,
