@@ -43,7 +43,7 @@ class Chosen:
         parent: Checkpoint of a different run from which the first attempt started.
         stated: Tables of the spec of the newest attempt.
         done: Outcome and cause of a run that has nothing left to train; None for any other run.
-        damaged: Lines of the log that cannot be read.
+        damaged: Messages on lines of the log that cannot be read, and on missing records.
     """
 
     folder: Path
@@ -171,9 +171,7 @@ def _choose_folder(
         return _chosen_without_log(wanted, names, spec_id, is_fork=is_fork)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} stays unchanged",), is_numbered=True)
-    damaged: list[str] = []
-    records = events.read(wanted, *(() if checks_log else (Started, Ended)), damaged=damaged)
-    past = [event for event in records if isinstance(event, Started | Ended)]
+    past, damaged = _read_log(wanted, checks_log=checks_log)
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         from surefoot.train.resume import changes
@@ -218,6 +216,24 @@ def _choose_folder(
         done=done,
         damaged=tuple(damaged),
     )
+
+
+def _read_log(run: Path, *, checks_log: bool) -> tuple[list[Started | Ended], list[str]]:
+    """Return the starts and ends in the log of a run, and messages on its damage."""
+    from surefoot.contract.run_folder import log_end  # a new run does not need it
+
+    damaged: list[str] = []
+    steps, last = manifest.steps(run), 0
+    past: list[Started | Ended] = []
+    for event in events.read(run, *(() if checks_log else (Started, Ended)), damaged=damaged):
+        last = max(last, log_end.last_step_of(event))
+        if isinstance(event, Started | Ended):
+            past.append(event)
+    starts = [event for event in past if isinstance(event, Started)]
+    if checks_log and not damaged:
+        missing = log_end.find_unlogged_checkpoints(run, steps, starts, last)
+        damaged += [f"{run / events.FILE}: {each}" for each in missing]
+    return past, damaged
 
 
 def _chosen_without_log(

@@ -135,6 +135,18 @@ def cut_ledger(run: Path) -> None:
     (run / "ledger.bin").write_bytes(data[:-16])
 
 
+def cut_log(run: Path, kept: int = 2) -> None:
+    """Keep the first `kept` lines and a part of the next, as an interrupted copy does."""
+    lines = (run / "events.jsonl").read_bytes().splitlines(keepends=True)
+    (run / "events.jsonl").write_bytes(b"".join(lines[:kept]) + lines[kept][:20])
+
+
+def keep_ledger_alone(run: Path) -> None:
+    """Cut the log of a run that has no checkpoint, and whose ledger is far past its first step."""
+    cut_log(run)
+    shutil.rmtree(run / "checkpoints")
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], set[Any], str]] = {
     "all commits gone": (remove_all, {4, 6, 8}, "lost"),
     "the newest gone": (lambda run: shutil.rmtree(commit(run, 8)), {8}, "lost"),
@@ -147,6 +159,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], set[Any], str]] = {
     ),
     "a manifest": (lambda run: (commit(run, 8) / "manifest.json").unlink(), {8}, "damaged"),
     "a line of the log": (damage_log, {"log"}, "damaged"),
+    "a log without its end": (cut_log, {"log"}, "damaged"),
     "no spec": (lambda run: (run / "spec.toml").unlink(), {"spec"}, "damaged"),
     "a different spec": (change_spec, {"spec"}, "damaged"),
     "the ledger of another run": (take_other_ledger, {"ledger"}, "damaged"),
@@ -170,6 +183,44 @@ def test_what_is_damaged_or_missing_is_named_and_nothing_else(
         alone = surefoot("checkpoint", "check", runs / "run", "--json")
         assert (alone.code, names <= set(alone.row["gone"])) == (1, True)
         assert "GONE" in surefoot("checkpoint", "check", runs / "run").out
+
+
+def test_a_cut_log_is_named_as_the_run_resumes_and_stays_damaged_after_it(
+    runs: Path, surefoot: Command
+) -> None:
+    cut_log(runs / "run")
+    told = surefoot("check", runs / "run").out
+    assert "its records end at step 1, but checkpoints/ has steps 4, 6, 8: records are" in told
+    answer = surefoot("resume", runs / "run")
+    assert answer.code == 0
+    assert "checkpoints/ has steps 4, 6, 8: records are missing" in answer.err
+    assert not_whole(surefoot("check", runs / "run", "--json")) == {"log": "damaged"}
+    assert "attempt 2 resumed after step 8, but" in surefoot("check", runs / "run").out
+
+
+def test_a_ledger_far_past_a_cut_log_shows_that_records_are_missing(
+    runs: Path, surefoot: Command
+) -> None:
+    keep_ledger_alone(runs / "long")
+    assert not_whole(surefoot("check", runs / "long", "--json")) == {"log": "damaged"}
+
+
+def test_a_log_without_the_records_of_its_last_saves_is_that_of_a_killed_run(
+    runs: Path, surefoot: Command
+) -> None:
+    path = runs / "run" / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    last = max(n for n, line in enumerate(lines) if b'"kind": "step"' in line)
+    path.write_bytes(b"".join(lines[: last + 1]) + lines[last + 1][:20])
+    assert not_whole(surefoot("check", runs / "run", "--json")) == {}
+    assert surefoot("resume", runs / "run", "--quiet").code == 0
+    assert not_whole(surefoot("check", runs / "run", "--json")) == {}
+
+
+def test_the_cut_log_of_an_attached_loop_is_damaged(tmp_path: Path, surefoot: Command) -> None:
+    attach_a_loop(tmp_path / "loop")
+    cut_log(tmp_path / "loop")
+    assert not_whole(surefoot("check", tmp_path / "loop", "--json")) == {"log": "damaged"}
 
 
 @pytest.mark.parametrize(("step", "state"), [(4, "lost"), (8, "lost")])

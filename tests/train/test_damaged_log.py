@@ -81,7 +81,7 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
             (tmp_path / "events.jsonl").write_bytes(b"".join(lines))
             capfd.readouterr()
     assert [fault.fault for fault in faults_of(tmp_path)] == ["damaged-log"]
-    assert capfd.readouterr().err.count("the line is ignored") == 1
+    assert capfd.readouterr().err.count("without these records") == 1
 
 
 @pytest.mark.quick("a step", "the head of a line")

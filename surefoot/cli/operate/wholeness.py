@@ -12,7 +12,7 @@ from surefoot.cli.operate import stored
 from surefoot.contract import commits, events, loop_ledger, spec_file
 from surefoot.contract import ledger as ledgers
 from surefoot.contract.events import Event, Started
-from surefoot.contract.run_folder import gone
+from surefoot.contract.run_folder import gone, log_end
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SurefootError
 from surefoot.core.units import format_bytes
@@ -55,16 +55,37 @@ def check(run: Path) -> list[RunPart]:
     Raises RunFolderError for a folder that is not a run.
     """
     damaged: list[str] = []
+    # listed before the log is read, which has their steps also while the run continues
+    steps = commits.readable_steps(run)
     records = list(events.read(run, damaged=damaged))
     starts = [event for event in records if isinstance(event, Started)]
     problems = [*damaged, *([] if starts else ["it has no 'started' record"])]
+    ledger, last_row = _check_ledger(run, starts, records, is_log_whole=not damaged)
+    if not problems:
+        problems = _find_missing_records(run, records, steps, last_row)
     log = _part(
         "log",
         f"{len(records):,} records, {len(starts):,} attempt{'s' * (len(starts) != 1)}",
         problems,
     )
-    ledger = _check_ledger(run, starts, records, is_log_whole=not damaged)
     return [_check_spec(run, starts), log, ledger, *_check_commits(run, records)]
+
+
+def _find_missing_records(
+    run: Path, records: Sequence[Event], steps: Sequence[int], last_row: int
+) -> list[str]:
+    """Return what shows that records of an otherwise readable log are missing."""
+    starts = [event for event in records if isinstance(event, Started)]
+    last = log_end.find_last_step(records)
+    found = [
+        *log_end.find_attempt_gaps(records),
+        *log_end.find_unlogged_checkpoints(run, steps, starts, last),
+    ]
+    if found or not log_end.find_unlogged_rows(last_row, starts, last):
+        return found
+    # a run that continues may have written the rows after the log was read
+    last = log_end.find_last_step(events.read(run, damaged=[]))
+    return log_end.find_unlogged_rows(last_row, starts, last)
 
 
 def find_lost(run: Path) -> list[gone.Gone]:
@@ -138,15 +159,18 @@ def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
 
 def _check_ledger(
     run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool
-) -> RunPart:
-    """Check the ledger as `surefoot ledger` does, and whether it belongs to this log."""
+) -> tuple[RunPart, int]:
+    """Check the ledger as `surefoot ledger` does, and whether it belongs to this log.
+
+    Returns the part and the last step of the ledger, 0 for one that cannot be read.
+    """
     committed = max(gone.find_named(records), default=0)
     try:
         found, last, attempts, problems = _judge_ledger(run, starts[-1] if starts else None)
     except SurefootError as error:
-        return _part("ledger", "", [error.message])
+        return _part("ledger", "", [error.message]), 0
     except OSError as error:
-        return _part("ledger", "", [f"{run / ledgers.FILE} cannot be read: {error.strerror}"])
+        return _part("ledger", "", [f"{run / ledgers.FILE} cannot be read: {error.strerror}"]), 0
     if committed > last:
         problems.append(
             f"it ends at step {last:,}, but the log names a checkpoint of step {committed:,}"
@@ -158,7 +182,7 @@ def _check_ledger(
         )
     if len(problems) > MAX_SHOWN:
         problems[MAX_SHOWN:] = [f"and {len(problems) - MAX_SHOWN:,} more"]
-    return _part("ledger", found, problems)
+    return _part("ledger", found, problems), last
 
 
 def _judge_ledger(

@@ -166,8 +166,11 @@ def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
         ),
         file=sys.stderr,
     )
+    # the log has the folder in which the run ended, which may be moved or copied since
     _print_summary(
-        ended.summary, f"{ended.summary.get('task', run.name)}: {ended.outcome}", json=json
+        {**ended.summary, "folder": str(run)},
+        f"{ended.summary.get('task', run.name)}: {ended.outcome}",
+        json=json,
     )
     return True
 

@@ -206,7 +206,7 @@ class Guard:
 
     @staticmethod
     def damaged_log(step: int, detail: str) -> GuardFault:
-        return GuardFault(step, "damaged-log", "the line is ignored", detail)
+        return GuardFault(step, "damaged-log", "the run continues without these records", detail)
 
     def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
         return GuardFault(

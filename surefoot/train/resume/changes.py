@@ -307,7 +307,7 @@ def check_in_place(changes: Sequence[Change], how: str) -> None:
     if wrong:
         check_fork(changes)  # or the hint would name what is refused next
         raise SpecError(
-            f"{wrong[0]}: an unfinished run resumes with the values that it was "
+            f"{wrong[0]}: a run resumes with the values that it was "
             f"started with ({wrong[0].rule.why})",
             hint=how,
         )
