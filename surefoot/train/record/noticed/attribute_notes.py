@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
+from surefoot.components.checkpoint import read_state_dict
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.core.units import name_some
@@ -138,7 +139,7 @@ class OptimizerAttributes:
         ]
         if not changed:
             return ""
-        saved = optimizer.state_dict() if hasattr(optimizer, "state_dict") else {}
+        saved = read_state_dict(optimizer) if hasattr(optimizer, "state_dict") else {}
         new = [name for name in changed if not _is_saved(name, optimizer, saved)]
         self._reported.update((number, name) for name in new)
         return name_some(new, MAX_NAMED)
