@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from surefoot.contract import events
 from surefoot.contract.commits import sync_folder
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
@@ -418,3 +419,25 @@ def consumed(rows: Iterable[Entry]) -> tuple[list[Entry], int]:
             overruled += 1
         kept.append(row)
     return kept, overruled
+
+
+def find_other_data(run: Path) -> list[LedgerFault]:
+    """Return a fault for each resume at which the log records data that differ from those before.
+
+    The ledger holds numbers of samples; what they stand for has changed.
+    """
+    if not (run / events.FILE).is_file():
+        return []
+    found = (
+        each
+        for each in events.read(run, events.Fault)
+        if isinstance(each, events.Fault) and each.fault == "other-data"
+    )
+    return [
+        LedgerFault(
+            "other data",
+            each.step,
+            f"attempt {each.generation} resumed after step {each.step:,}: {each.detail}",
+        )
+        for each in found
+    ]

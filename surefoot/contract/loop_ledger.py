@@ -20,7 +20,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from surefoot.contract.ledger import FILE, HEADER_BYTES, AppendOnlyFile, LedgerFault, consumed
+from surefoot.contract.ledger import (
+    FILE,
+    HEADER_BYTES,
+    AppendOnlyFile,
+    LedgerFault,
+    consumed,
+    find_other_data,
+)
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
 
@@ -223,6 +230,7 @@ def check(run: Path) -> LoopConsumed:
             *_places(kept),
             *_samples(kept, promise),
             *others,
+            *find_other_data(run),
         ),
     )
 

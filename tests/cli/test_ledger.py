@@ -292,6 +292,11 @@ def test_a_resume_with_other_data_is_a_fault_of_the_ledger(
             "other data: attempt 2 resumed after step 2: the 2 batches that are read again"
             in " ".join(answer.out.split())
         )
+        checked = surefoot("check", folder, "--json")
+        (part,) = (each for each in checked.row["parts"] if each.get("part") == "ledger")
+        assert checked.code == 1
+        assert part["state"] == "damaged"
+        assert any("other data: attempt 2 resumed" in each for each in part["problems"])
     assert surefoot("ledger", loop, "--json").row["ok"] is False
 
 

@@ -372,6 +372,36 @@ def test_a_model_whose_weights_are_no_tensors_is_refused(tmp_path: Path) -> None
 # ---- the state of optimizers
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_state_of_parameters_that_no_group_holds_is_left_out(kind: str, tmp_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        more = {"momentum": 0.9} if kind == "SGD" else {}
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1, **more)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = make()
+    train(model, optimizer)
+    assert isinstance(model, nn.Sequential)
+    model[1] = nn.Linear(2, 2)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    keys = list(optimizer.state)
+    checkpoint.save(tmp_path, 3, {"model": model, "optimizer": optimizer})
+    assert [id(each) for each in optimizer.state] == [id(each) for each in keys]
+    train(model, optimizer)
+    checkpoint.save(tmp_path, 6, {"model": model, "optimizer": optimizer})
+    again, other = make()
+    checkpoint.load(tmp_path, {"model": again, "optimizer": other}, step=3)
+    train(again, other)
+    for each, same in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(each, same)
+
+
 class Keeping(torch.optim.Optimizer):
     """Keeps state of every kind.
 

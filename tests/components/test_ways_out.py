@@ -130,8 +130,8 @@ def test_groups_that_were_added_in_training_are_added_before_a_loop_is_resumed(
     ) as refused:
         attach(tmp_path / "a", model, optimizer)
     assert (
-        "first add the parameter groups that were added during training: "
-        "optimizer.add_param_group(...)" in str(refused.value.hint)
+        "needs 1 more of the groups that were added during training: add them first, in the same "
+        "order, with optimizer.add_param_group(...)" in str(refused.value.hint)
     )
     optimizer.add_param_group({"params": list(model[0].parameters())})  # type: ignore[index]
     attach(tmp_path / "a", model, optimizer).close()

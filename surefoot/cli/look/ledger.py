@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from surefoot.contract.ledger import LedgerFault
 
 MAX_SHOWN = 10
-OTHER_DATA = "other data"
 
 
 def ledger(
@@ -55,7 +54,6 @@ def ledger(
         # raises the error for a folder that is not a run
         next(events.read(run, events.Started), None)
     found = consumed.check(run)
-    found = replace(found, faults=(*found.faults, *_find_other_data(run)))
     _check_any(run, found.last - found.after)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else consumed.find_sample(run, sample)
@@ -99,31 +97,6 @@ def _check_any(run: Path, count: int) -> None:
                 "'checkpoint.every=10 steps'"
             ),
         )
-
-
-def _find_other_data(run: Path) -> list[LedgerFault]:
-    """Return a fault for each resume at which the log records data that differ from those before.
-
-    The ledger holds numbers of samples; what they stand for has changed.
-    """
-    from surefoot.contract import events
-    from surefoot.contract.ledger import LedgerFault
-
-    if not (run / events.FILE).is_file():
-        return []
-    found = (
-        each
-        for each in events.read(run, events.Fault)
-        if isinstance(each, events.Fault) and each.fault == "other-data"
-    )
-    return [
-        LedgerFault(
-            OTHER_DATA,
-            each.step,
-            f"attempt {each.generation} resumed after step {each.step:,}: {each.detail}",
-        )
-        for each in found
-    ]
 
 
 def _tell_unjudged(run: Path, last: int) -> None:
@@ -204,7 +177,6 @@ def _print_loop_ledger(run: Path, sample: int | None, *, json: bool) -> int:
     from surefoot.contract import loop_ledger
 
     found = loop_ledger.check(run)
-    found = replace(found, faults=(*found.faults, *_find_other_data(run)))
     _check_any(run, found.num_batches)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)

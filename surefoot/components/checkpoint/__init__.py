@@ -24,6 +24,7 @@ from surefoot.components.checkpoint.own import (
     content_of,
     has_state,
     is_restorable,
+    read_state_dict,
     save,
 )
 from surefoot.components.checkpoint.random import random_states, restore_random
@@ -87,6 +88,7 @@ __all__ = [
     "put_back_buffers",
     "put_back_extra",
     "random_states",
+    "read_state_dict",
     "read_weights",
     "restore",
     "restore_generator",

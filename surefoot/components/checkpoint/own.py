@@ -248,7 +248,28 @@ def is_restorable(value: Any) -> bool:
 
 
 def _read_object(value: Any) -> Any:
-    return generator_state(value) if is_generator(value) else value.state_dict()
+    return generator_state(value) if is_generator(value) else read_state_dict(value)
+
+
+def read_state_dict(value: Any) -> Any:
+    """Return `value.state_dict()`, of an optimizer without parameters that no group holds.
+
+    torch raises KeyError for their state, which is left when a group gets other parameters.
+    """
+    state, left = getattr(value, "state", {}), []
+    if isinstance(value, Optimizer):
+        held = {id(each) for each in parameters_of(value)}
+        left = [each for each in state if isinstance(each, Tensor) and id(each) not in held]
+    if not left:
+        return value.state_dict()
+    before = dict(state)
+    try:
+        for each in left:
+            del state[each]
+        return value.state_dict()
+    finally:
+        state.clear()
+        state.update(before)
 
 
 def _unique_tensors(held: Mapping[str, Tensor]) -> dict[str, Tensor]:

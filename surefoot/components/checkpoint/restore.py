@@ -318,7 +318,8 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
         if held_sizes != sizes:
             if held_sizes[: len(sizes)] == sizes:
                 hint = (
-                    "first add the parameter groups that were added during training: "
+                    f"this checkpoint needs {len(held_sizes) - len(sizes)} more of the groups that "
+                    "were added during training: add them first, in the same order, with "
                     f"{name}.add_param_group(...); in a new loop give the optimizer all "
                     "groups at once, also of layers that are frozen at first: it does not "
                     "update a parameter without a gradient"

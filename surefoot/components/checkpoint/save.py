@@ -290,7 +290,8 @@ def _raise_unless_finite(step: int, sound: Mapping[str, bool]) -> None:
     spoiled = [name for name, is_sound in sound.items() if not is_sound]
     if spoiled:
         raise NumbersError(
-            f"step {step}: {spoiled[0]} is not finite", hint="lower optim.lr, or warm up longer"
+            f"step {step}: {spoiled[0]} is not finite",
+            hint="lower the learning rate, or warm up longer",
         )
 
 

@@ -37,7 +37,7 @@ class GroupedParameter:
         )
 
 
-def check_shaped(model: nn.Module) -> None:
+def check_shaped(model: nn.Module, when: str = "at the end of model()") -> None:
     """Raise TaskError for a parameter or buffer without a shape before the first forward pass, as
     those of nn.LazyLinear."""
     lazy = [
@@ -49,7 +49,7 @@ def check_shaped(model: nn.Module) -> None:
         raise TaskError(
             f"{', '.join(lazy[:3])}{' ...' if len(lazy) > 3 else ''} of the model has no shape "
             "yet: the module is lazy",
-            hint="give its sizes, or call the model on one batch at the end of model()",
+            hint=f"give its sizes, or call the model on one batch {when}",
         )
 
 

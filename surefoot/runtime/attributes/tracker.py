@@ -12,6 +12,7 @@ from surefoot.runtime.attributes.values import (
     NOTHING,
     Aliases,
     find_leaves,
+    find_owner,
     is_state,
     named_attributes,
     read_forms,
@@ -66,7 +67,11 @@ class AttributeTracker:
             if is_state(value) and not _is_view(value, aliases):
                 values[name] = value
             # else it holds no tensor that is known
-            elif signed is not None and id(value) not in held:
+            elif (
+                signed is not None
+                and id(value) not in held
+                and not _is_in_state_dict(self._model, name, aliases)
+            ):
                 unsaved.append(f"{name} ({type(value).__name__})")
         deleted = [
             name for name, signed in self._before.items() if signed is not None and name not in now
@@ -80,6 +85,42 @@ class AttributeTracker:
 
 
 MISSING = object()
+
+
+def _is_in_state_dict(model: nn.Module, name: str, aliases: Aliases) -> bool:
+    """Return whether a custom state dict of a module contains an attribute: `get_extra_state`.
+
+    The state dict does if it changes, or cannot be made, while the attribute is taken away. The
+    module may be the one with the attribute or one around it.
+    """
+    owner, leaf = find_owner(model, name)
+    parts = name.split(".")[:-1]
+    around = [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]
+    writers = [each for each in around if _writes_state_dict(type(each))]
+    if owner is None or not writers:
+        return False
+    before, value = [_sign_state(each, aliases) for each in writers], vars(owner)[leaf]
+    vars(owner)[leaf] = MISSING
+    try:
+        return before != [_sign_state(each, aliases) for each in writers]
+    except Exception:  # noqa: BLE001 - as user code fails without what it reads
+        return True
+    finally:
+        vars(owner)[leaf] = value
+
+
+def _writes_state_dict(kind: type[nn.Module]) -> bool:
+    return (kind.get_extra_state, kind._save_to_state_dict) != (
+        nn.Module.get_extra_state,
+        nn.Module._save_to_state_dict,
+    )
+
+
+def _sign_state(module: nn.Module, aliases: Aliases) -> Any:
+    """Return a value that differs if the entries of a module in its state dict differ."""
+    held = dict[str, Any]()
+    module._save_to_state_dict(held, "", True)
+    return {name: sign(each, aliases) for name, each in held.items()}
 
 
 def _is_view(value: Any, aliases: Aliases) -> bool:

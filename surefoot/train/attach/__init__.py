@@ -78,7 +78,7 @@ def attach(
         place.check_launcher()
     check_not_importing()
     optimizers = check_given(model, optimizer, data, state)
-    check_shaped(model)
+    check_shaped(model, "before attach")
     wanted = None if folder is None else Path(folder)
     group = loop_ranks.find_group(wanted)
     caller, bare = sys._getframe(1), loop_ranks.unwrap_ddp(model, group)

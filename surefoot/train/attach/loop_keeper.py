@@ -68,7 +68,7 @@ class LoopKeeper:
             if not isinstance(each, torch.optim.Optimizer)
         }
         self._trackers = {name: AttributeTracker(each) for name, each in self._modules.items()}
-        self._attribute_notes = AttributeNotes()
+        self._attribute_notes = AttributeNotes(of_loop=True)
         self._unsaved: list[str] = []  # attributes that the last checkpoint could not hold
         duration = None if every is None else Duration.parse(every)
         if duration is not None and (duration.unit not in ("s", "steps") or duration.value == 0):
@@ -334,9 +334,12 @@ class LoopKeeper:
     def _attributes(self) -> dict[str, Any]:
         """Return the changed attributes of each module for a checkpoint, by object name."""
         found, self._unsaved = {}, []
+        saved = {
+            name: each for name, each in self._beside.items() if not isinstance(each, torch.Tensor)
+        } | self.generators()
         for name, tracker in self._trackers.items():
             found[name], unsaved = checkpoint.encode_storable(
-                self._objects[name], tracker.find_changed(self.generators())
+                self._objects[name], tracker.find_changed(saved)
             )
             self._unsaved += unsaved
         return found

@@ -411,7 +411,8 @@ class LoopRecord:
                 code,
             )
             return
-        made = blame.as_run_error(error, f"after step {self.step}:")
+        is_placed = str(error).startswith(f"step {self.step}: ")
+        made = blame.as_run_error(error, "" if is_placed else f"after step {self.step}:")
         self.end("failed", made.message, made.exit_code)
 
     def end_with_process(self) -> None:

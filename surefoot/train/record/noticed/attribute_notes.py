@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor
 
+from surefoot.components.checkpoint import read_state_dict
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.core.units import name_some
@@ -18,13 +19,17 @@ if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
     from surefoot.train.record.telling import Telling
 
-UNSAVED = (
-    "{names} of the model changes while it trains, but a checkpoint cannot hold it: "
-    "a resumed run has the initial value of model()"
-)
+UNSAVED = "{names} of the model changes while it trains, but a checkpoint cannot hold it: {resumed}"
+OF_RUN = "a resumed run has the initial value of model()"
+OF_LOOP = "a resumed loop has its initial value"
 KEEP_ALL = (
     "keep it in a tensor, or in a list, tuple or dict of tensors; "
     "a random generator: return it from state() of the task"
+)
+GIVE = (
+    "keep it in a tensor, or in a list, tuple or dict of tensors, or return its values from "
+    "get_extra_state() of the module; an object with state_dict and load_state_dict: give it to "
+    "attach: state={{{key!r}: ...}}"
 )
 OF_RANKS = (
     "{names} of the model changes while it trains, but each of {size} ranks has a "
@@ -68,15 +73,19 @@ Found = tuple[str, str]
 class AttributeNotes:
     """Reports that name every attribute once."""
 
-    def __init__(self, num_ranks: int = 1) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int = 1, *, of_loop: bool = False) -> None:
+        self._num_ranks, self._of_loop = num_ranks, of_loop
         self._reported: set[str] = set()
 
     def take(self, saved: Sequence[str], unsaved: Sequence[str]) -> list[tuple[str, str]]:
         """Return the reports on attributes not reported before, as (finding, action)."""
         notes = []
         if new := self._take_new(unsaved):
-            notes.append((UNSAVED.format(names=new), KEEP_ALL))
+            resumed = OF_LOOP if self._of_loop else OF_RUN
+            action = (
+                GIVE.format(key=new.split(" ")[0].rpartition(".")[2]) if self._of_loop else KEEP_ALL
+            )
+            notes.append((UNSAVED.format(names=new, resumed=resumed), action))
         if self._num_ranks > 1 and (new := self._take_new(saved)):
             notes.append((OF_RANKS.format(names=new, size=self._num_ranks), KEEP_ONE))
         return notes
@@ -130,7 +139,7 @@ class OptimizerAttributes:
         ]
         if not changed:
             return ""
-        saved = optimizer.state_dict() if hasattr(optimizer, "state_dict") else {}
+        saved = read_state_dict(optimizer) if hasattr(optimizer, "state_dict") else {}
         new = [name for name in changed if not _is_saved(name, optimizer, saved)]
         self._reported.update((number, name) for name in new)
         return name_some(new, MAX_NAMED)

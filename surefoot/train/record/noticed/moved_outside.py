@@ -56,7 +56,7 @@ def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
             _memory_key(tensor)
             for each in others
             if hasattr(each, "state_dict")
-            for tensor in find_tensors(each.state_dict())
+            for tensor in find_tensors(checkpoint.read_state_dict(each))
         }
         return [leaf for leaf in leaves.values() if _memory_key(leaf) not in places]
     return []
