@@ -75,7 +75,7 @@ class Past:
 
     @property
     def cause(self) -> str | None:
-        """What ended the newest attempt, in words; None if nothing recorded its end."""
+        """Cause of the end of the newest attempt, in words; None if nothing recorded its end."""
         return self.ended.cause if self.ended is not None else self.health.cause or None
 
     @property
