@@ -25,6 +25,19 @@ VERSION = 1
 FILE = "events.jsonl"
 # the outcomes of a run that has nothing left to train, unless its loop was left early
 CLOSED = ("finished", "stopped")
+KILLED_FOR_MEMORY = "killed-for-memory"
+# the faults with which the supervisor records how an attempt ended
+ATTEMPT_FAULTS = (
+    "hang",
+    "different-collectives",
+    "killed",
+    KILLED_FOR_MEMORY,
+    "crashed",
+    "aborted",
+    "failed",
+    "exited",
+    "disconnected",
+)
 PHASES = (
     "data",
     "copy",

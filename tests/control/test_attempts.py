@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import pytest
 
 from surefoot.cli.look import why
 from surefoot.contract import events
-from surefoot.contract.runlock import LockOwner
+from surefoot.contract.runlock import LockOwner, RunLock
 from surefoot.control.diagnose import find_goodput, find_health
+from surefoot.control.launch.decide import ExitKind, RankFailure
+from surefoot.control.launch.elastic import AttemptEnd
+from surefoot.control.launch.record import record_fault
 from surefoot.control.plan import advise_interval
 from tests.train.small import call
 
@@ -185,3 +189,92 @@ def test_why_tells_the_kill_and_the_interval(
     row = json.loads(capsys.readouterr().out)
     assert row["goodput"] == pytest.approx(25 / 71)
     assert row["advice"]["interval_s"] == pytest.approx((2 * 1.0 * 41.0) ** 0.5)
+
+
+def fault(generation: int, time_s: float, name: str, detail: str) -> events.Fault:
+    return events.Fault(
+        generation=generation,
+        time_s=time_s,
+        step=20,
+        fault=name,
+        rank=1,
+        host="h",
+        action="all ranks were ended",
+        detail=detail,
+    )
+
+
+HUNG = "rank 1 of 2 has not come: rank 1 is in step 20, at task.py:12 in loss"
+
+
+def test_an_attempt_that_the_supervisor_ended_for_a_hang_names_the_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = [started(1, 100.0), steps(1, 110.0, 10, 9.0), fault(1, 120.0, "hang", HUNG)]
+    first = find_goodput(log).attempts[0]
+    assert (first.outcome, first.cause) == ("hang", HUNG)
+    (tmp_path / events.FILE).write_text("".join(event.as_line() for event in log))
+    for verb in (["why"], ["show"], ["show", "--health"]):
+        call(monkeypatch, *verb, str(tmp_path))
+        assert HUNG in capsys.readouterr().out
+
+
+def test_the_fault_of_another_attempt_says_nothing_of_one_without_an_end() -> None:
+    log = [started(1, 100.0), steps(1, 110.0, 10, 9.0), fault(2, 120.0, "hang", HUNG)]
+    assert find_goodput(log).attempts[0].outcome == "killed"
+
+
+def test_a_run_that_lost_a_rank_names_the_error_of_that_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lost = replace(ended(1, 111.0, 10), outcome="failed", cause="rank 1 has exited", exit_code=8)
+    mine = replace(lost, cause="ValueError: boom (task.py:24)", exit_code=3)
+    other = tmp_path / "ranks" / "1"
+    other.mkdir(parents=True)
+    log = [started(1, 100.0), steps(1, 110.0, 10, 9.0)]
+    (tmp_path / events.FILE).write_text("".join(each.as_line() for each in [*log, lost]))
+    (other / events.FILE).write_text("".join(each.as_line() for each in [*log, mine]))
+    for verb in (["why"], ["show"], ["show", "--health"]):
+        call(monkeypatch, *verb, str(tmp_path))
+        assert "rank 1: ValueError: boom (task.py:24)" in capsys.readouterr().out
+
+
+def test_a_single_attempt_that_failed_is_a_failure() -> None:
+    end = replace(ended(1, 111.0, 10), outcome="failed", cause="loss is NaN", exit_code=5)
+    log = [started(1, 100.0), steps(1, 110.0, 10, 9.0)]
+    assert find_goodput([*log, end]).num_failures == 1
+    assert find_goodput([*log, ended(1, 111.0, 10)]).num_failures == 0
+
+
+def test_the_cost_of_a_save_is_the_mean_over_all_saves() -> None:
+    log = [started(1, 100.0), *(committed(1, 101.0 + s, s, w) for s, w in enumerate((0, 0, 3)))]
+    assert find_goodput(log).mean_save_s == 1.0
+
+
+def test_a_supervisor_records_a_hang_in_the_log_of_the_attempt_that_hung(tmp_path: Path) -> None:
+    with RunLock(tmp_path):
+        line = started(1, 100.0).as_line()
+        (tmp_path / events.FILE).write_text(line + '{"torn')
+    end = AttemptEnd(8, RankFailure(ExitKind.HUNG, 1, 1, HUNG), step=20)
+    said: list[str] = []
+    record_fault(tmp_path, end, after=1, say=said.append)
+    assert (tmp_path / events.FILE).read_text() == line + '{"torn'  # of an older attempt
+    record_fault(tmp_path, end, after=0, say=said.append)
+    found = list(events.read(tmp_path, events.Fault))
+    assert [(each.fault, each.rank, each.step, each.detail) for each in found] == [
+        ("hang", 1, 20, HUNG)
+    ]
+    assert said == []
+
+
+def test_a_supervisor_writes_through_no_link(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "target"
+    run.mkdir()
+    with RunLock(run):
+        target.write_text(started(1, 100.0).as_line())
+        (run / events.FILE).symlink_to(target)
+    said: list[str] = []
+    end = AttemptEnd(8, RankFailure(ExitKind.HUNG, 1, 1, HUNG))
+    record_fault(run, end, after=0, say=said.append)
+    assert target.read_text() == started(1, 100.0).as_line()
+    assert len(said) == 1

@@ -364,3 +364,11 @@ def test_values_of_any_type_break_neither_the_judgement_nor_the_page(
     (tmp_path / "b.csv").write_text(f"batch,microbatch,peak_bytes\n64,64,{junk}\n")
     assert surefoot("why", "run", "--measured", "b.csv").code in (0, 2)
     assert surefoot("report", "run").code == 0
+
+
+def test_a_run_that_ran_out_of_memory_has_no_room_for_a_larger_batch() -> None:
+    *records, end = run()
+    found = find_memory_use([*records, replace(end, exit_code=7)], limit_bytes=9000.0 * MIB)
+    assert found is not None
+    assert (found.verdict, "larger" in found.words) == ("exhausted", False)
+    assert all("larger" not in each.change for each in found.remedies)

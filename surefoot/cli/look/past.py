@@ -34,6 +34,7 @@ from surefoot.control.diagnose import (
     find_goodput,
     find_health,
     find_phases,
+    with_first_causes,
 )
 from surefoot.core.cost.roofline import FILE, Utilization, read_utilization
 from surefoot.core.errors import RunFolderError
@@ -71,6 +72,11 @@ class Past:
         Otherwise "running", "stuck", "dead" or "unknown".
         """
         return self.health.state
+
+    @property
+    def cause(self) -> str | None:
+        """Cause of the end of the newest attempt, in words; None if nothing recorded its end."""
+        return self.ended.cause if self.ended is not None else self.health.cause or None
 
     @property
     def num_steps(self) -> int:
@@ -230,13 +236,27 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
 def read_records(folder: Path) -> tuple[list[Event], list[str]]:
     """Return all records of a run, and a line for each damaged record, also printed as a warning.
 
-    Raises RunFolderError.
+    The end of an attempt that lost a rank has the error of that rank as its cause, if the rank or
+    the supervisor recorded it. Raises RunFolderError.
     """
     damaged: list[str] = []
     every = list(events.read(folder, damaged=damaged))
     for line in damaged:
         print(f"warning: {line}; the line is ignored", file=sys.stderr)
-    return every, damaged
+    return with_first_causes(every, lambda: _read_ends_of_other_ranks(folder)), damaged
+
+
+def _read_ends_of_other_ranks(folder: Path) -> dict[int, list[Ended]]:
+    """Return the ends that each rank but rank 0 recorded; a log that cannot be read has none."""
+    found: dict[int, list[Ended]] = {}
+    with contextlib.suppress(OSError):
+        files.check_no_link(folder, files.RANKS)
+        for each in (folder / files.RANKS).iterdir():
+            if each.name.isascii() and each.name.isdecimal() and not each.is_symlink():
+                with contextlib.suppress(RunFolderError):
+                    ends = events.read(each, Ended, damaged=[])
+                    found[int(each.name)] = [end for end in ends if isinstance(end, Ended)]
+    return found
 
 
 def find(root: Path) -> Iterator[Path]:

@@ -127,7 +127,9 @@ def rows_of(past: Past) -> RunRows:
     from surefoot.control.report import RunRows, read_profile, read_shape
 
     steps = [each for each in past.steps if each.generation == past.started.generation]
-    records = [past.started, *steps, *([past.ended] if past.ended is not None else [])]
+    faults = [each for each in past.faults if each.generation == past.started.generation]
+    ended = [] if past.ended is None else [past.ended]
+    records = [past.started, *steps, *faults, *ended]
     spec_file = shlex.quote(str(past.folder / "spec.toml"))
     return RunRows(
         name=str(past.folder),

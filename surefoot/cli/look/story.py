@@ -357,7 +357,7 @@ def as_row(past: Past) -> dict[str, Any]:
         "num_parameters": started.num_parameters,
         "steps_per_epoch": started.steps_per_epoch,
         "notes": started.notes,
-        "cause": ended.cause if ended else None,
+        "cause": past.cause,
         "exit_code": ended.exit_code if ended else None,
         "samples_per_s": past.samples_per_s,
         "items_per_s": past.items_per_s,

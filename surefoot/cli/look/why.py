@@ -74,9 +74,9 @@ def why(
         spec_file=shlex.quote(str(run / "spec.toml")),
     )
     waits, advice = find_waits(records), None
-    if found.median_save_s is not None and found.between_failures_s is not None:
+    if found.mean_save_s is not None and found.between_failures_s is not None:
         advice = advise_interval(
-            found.median_save_s, found.between_failures_s, found.median_write_s or 0.0
+            found.mean_save_s, found.between_failures_s, found.mean_write_s or 0.0
         )
     more = {
         "ranks": None if waits is None else waits.as_row(),
@@ -157,7 +157,7 @@ def _advice(found: Goodput, advice: SaveAdvice | None) -> list[tuple[str, str]]:
             "a save costs",
             (
                 f"{format_seconds(advice.save_s)} of waiting and "
-                f"{format_seconds(advice.write_s)} of writing (medians)"
+                f"{format_seconds(advice.write_s)} of writing (means over all saves)"
             ),
         ),
         ("mean time between failures", format_seconds(advice.between_s)),

@@ -16,7 +16,6 @@ from surefoot.contract.run_folder import files
 from surefoot.core.errors import StorageError, hint_unwritten
 from surefoot.core.place import close_in_children
 
-BLOCK_BYTES = 1 << 16
 MAX_HELD_BYTES = 1 << 20  # hours of a run with one record per second
 
 
@@ -54,7 +53,7 @@ class Journal:
         except OSError as error:
             raise self._write_error(error) from error
         try:
-            self._take_back_torn_line()
+            files.cut_torn_line(self._descriptor)
         except OSError as error:
             os.close(self._descriptor)
             raise self._write_error(error) from error
@@ -63,19 +62,6 @@ class Journal:
         return StorageError(
             f"{self._path} cannot be written: {error.strerror}", hint=hint_unwritten(error)
         )
-
-    def _take_back_torn_line(self) -> None:
-        """Cut off an incomplete last line, which a killed attempt may have left."""
-        end = size = os.fstat(self._descriptor).st_size
-        while end:
-            start = max(0, end - BLOCK_BYTES)
-            newline = os.pread(self._descriptor, end - start, start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end != size:
-            os.ftruncate(self._descriptor, end)
 
     def begin(self, event: events.Event) -> None:
         """Write the first record of an attempt, and sync it and the folder to disk, so that no

@@ -24,6 +24,7 @@ ANY_ACCESS = getattr(os, "O_PATH", os.O_RDONLY)
 LINK_REFUSED = "it is a symbolic link, and no file of a run folder is opened through one"
 RANKS = "ranks"  # the folder of the logs of all ranks but rank 0
 HAS_FOLDER_DESCRIPTORS = os.open in os.supports_dir_fd
+BLOCK_BYTES = 1 << 16
 STATUS_FILE = Path("/proc/self/status")
 
 
@@ -104,6 +105,20 @@ def is_regular(folder: Path, name: str) -> bool:
         return stat.S_ISREG((folder / name).stat().st_mode)
     except OSError:
         return False
+
+
+def cut_torn_line(descriptor: int) -> None:
+    """Cut off an incomplete last line of a log, which a killed process may have left."""
+    end = size = os.fstat(descriptor).st_size
+    while end:
+        start = max(0, end - BLOCK_BYTES)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end = start
+    if end != size:
+        os.ftruncate(descriptor, end)
 
 
 def open_file(folder: Path, name: str) -> BinaryIO:

@@ -1,6 +1,7 @@
 """Diagnoses of a run, computed from its records: goodput, health, memory, phases and stragglers."""
 
 from surefoot.control.diagnose.attempts import Attempt, Goodput, find_goodput
+from surefoot.control.diagnose.causes import find_fault, with_first_causes
 from surefoot.control.diagnose.health import Health, find_health
 from surefoot.control.diagnose.memory_peak import (
     MeasuredMemory,
@@ -24,9 +25,11 @@ __all__ = [
     "Shape",
     "Spread",
     "Waits",
+    "find_fault",
     "find_goodput",
     "find_health",
     "find_memory_use",
     "find_phases",
     "find_waits",
+    "with_first_causes",
 ]

@@ -15,10 +15,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 
-from surefoot.contract.events import PHASES, Committed, Ended, Evaluated, Event, Started, Step
-from surefoot.control.diagnose.health import DEAD, Health
+from surefoot.contract.events import (
+    CLOSED,
+    PHASES,
+    Committed,
+    Ended,
+    Evaluated,
+    Event,
+    Started,
+    Step,
+)
+from surefoot.control.diagnose.causes import find_fault
+from surefoot.control.diagnose.health import DEAD, RUNNING, STUCK, UNKNOWN_STATE, Health
 from surefoot.control.diagnose.phases import number_of, sum_phases
 
 KILLED = "killed"
@@ -26,6 +36,8 @@ NO_END = (
     "no end was recorded, as after SIGKILL (which the system sends when it lacks memory) or a "
     "loss of power"
 )
+# outcomes of a newest attempt that has not failed
+NO_FAILURE = (*CLOSED, "interrupted", RUNNING, STUCK, UNKNOWN_STATE)
 PARTS = ("productive", "evaluate", "save", "rework", "other")
 SET_BACK = "n/a (the clock was set back)"
 
@@ -34,7 +46,8 @@ SET_BACK = "n/a (the clock was set back)"
 class Attempt:
     """An attempt: its steps, how it ended and how many of its steps the next attempt repeated.
 
-    An attempt that recorded no end is "killed", or, if it is the last one, in the state of the run
+    An attempt that recorded no end has the fault that the supervisor recorded as its outcome
+    ("hang"). Without one it is "killed", or, if it is the last one, in the state of the run
     (running, stuck, unknown). It may have done up to `num_unrecorded` more steps than its last
     record shows, and the next attempt repeated them too.
     """
@@ -55,8 +68,9 @@ class Attempt:
 class Goodput:
     """Seconds that a run spent on each activity, over all its attempts; their sum is `total_s`.
 
-    `save_s` is the time for which training waited for checkpoints. `down_s` is None, and not part
-    of `total_s`, where the wall clock was set back between two attempts.
+    `save_s` is the time for which training waited for checkpoints. The mean and the median of a
+    save are its waiting (`save`) and the time until it was on disk (`write`). `down_s` is None, and
+    not part of `total_s`, where the wall clock was set back between two attempts.
     """
 
     attempts: tuple[Attempt, ...]
@@ -69,6 +83,8 @@ class Goodput:
     other_s: float
     median_save_s: float | None
     median_write_s: float | None
+    mean_save_s: float | None
+    mean_write_s: float | None
 
     @property
     def parts(self) -> dict[str, float | None]:
@@ -89,8 +105,9 @@ class Goodput:
 
     @property
     def num_failures(self) -> int:
-        """Number of attempts that were followed by another attempt."""
-        return len(self.attempts) - 1
+        """Number of attempts that were followed by another attempt, or that failed."""
+        has_failed = bool(self.attempts) and self.attempts[-1].outcome not in NO_FAILURE
+        return max(0, len(self.attempts) - 1) + has_failed
 
     @property
     def between_failures_s(self) -> float | None:
@@ -135,6 +152,8 @@ def find_goodput(events: Iterable[Event], health: Health | None = None) -> Goodp
         other_s=sums["other"],
         median_save_s=median([each.waited_s for each in saves]) if saves else None,
         median_write_s=median([each.elapsed_s for each in saves]) if saves else None,
+        mean_save_s=fmean([each.waited_s for each in saves]) if saves else None,
+        mean_write_s=fmean([each.elapsed_s for each in saves]) if saves else None,
     )
 
 
@@ -216,6 +235,9 @@ def _first_step(group: Sequence[Event]) -> int:
 
 def _attempt(group: Sequence[Event], after: int | None, account: Mapping[str, float]) -> Attempt:
     started, last = group[0], group[-1]
+    ended = next((event for event in reversed(group) if isinstance(event, Ended)), None)
+    fault = find_fault(group)
+    outcome, cause = (KILLED, NO_END) if fault is None else (fault.fault, fault.detail)
     first = _first_step(group)
     came_to = max(
         (event.step for event in group if isinstance(event, Step | Evaluated | Committed | Ended)),
@@ -228,10 +250,10 @@ def _attempt(group: Sequence[Event], after: int | None, account: Mapping[str, fl
         generation=started.generation,
         first_step=first,
         last_step=came_to,
-        outcome=last.outcome if isinstance(last, Ended) else KILLED,
-        cause=last.cause if isinstance(last, Ended) else NO_END,
+        outcome=outcome if ended is None else ended.outcome,
+        cause=cause if ended is None else ended.cause,
         num_redone=0 if after is None else max(0, came_to - after + 1),
-        num_unrecorded=0 if isinstance(last, Ended) else most_per_record - 1,
+        num_unrecorded=0 if ended is not None else most_per_record - 1,
         began_s=started.time_s,
         last_s=last.time_s,
         elapsed_s=sum(account.values()) if account else None,

@@ -17,6 +17,7 @@ from typing import Any
 
 from surefoot.contract import runlock
 from surefoot.contract.events import Ended, Event, Started
+from surefoot.control.diagnose.causes import find_fault
 from surefoot.core.units import UNKNOWN, format_seconds
 
 RUNNING, STUCK, DEAD, UNKNOWN_STATE = "running", "stuck", "dead", "unknown"
@@ -32,7 +33,8 @@ class Health:
     """The state of a run and the facts it was concluded from.
 
     `lock` is whether the run's lock is held, None if that is not known. `age_s` is the age of
-    the last record in seconds, None if the clock was set back.
+    the last record in seconds, None if the clock was set back. `cause` is what the supervisor
+    recorded of the end of the newest attempt; "" without such a record.
     """
 
     state: str
@@ -43,6 +45,7 @@ class Health:
     last_s: float
     age_s: float | None
     stuck_after_s: float
+    cause: str = ""
 
     @property
     def is_in_order(self) -> bool:
@@ -85,6 +88,8 @@ class Health:
                 f"not yet, but it is stuck: {process} holds run.lock, "
                 f"and the last record is {age} (the limit is {limit})"
             )
+        if self.state == DEAD and self.cause:
+            return f"{self.cause}; all ranks were ended; the last record is {age}"
         if self.state == DEAD:
             return (
                 "no end is recorded and no process holds run.lock: it was killed; "
@@ -148,6 +153,7 @@ def find_health(
         age_s=age_s,
         stuck_after_s=limit_s,
         began_s=newest_s if is_next else started.time_s,
+        cause="" if is_next or (fault := find_fault(events[start:])) is None else fault.detail,
     )
 
 

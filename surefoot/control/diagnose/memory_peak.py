@@ -6,10 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from surefoot.contract.events import Ended, Event, Started, Step
+from surefoot.contract.events import (
+    KILLED_FOR_MEMORY,
+    Ended,
+    Event,
+    Fault,
+    Started,
+    Step,
+)
 from surefoot.contract.spec import RunSpec
 from surefoot.control.diagnose.phases import newest_attempt, number_of
-from surefoot.core.errors import InputError
+from surefoot.core.errors import InputError, OutOfMemory
 from surefoot.core.units import format_bytes, format_percent
 
 TIGHT, ROOMY = 0.9, 0.5  # of the capacity
@@ -25,8 +32,10 @@ OWN_BATCHES: Mapping[
     "train.microbatch": "half the batch_size of the task's DataLoader",
     "train.batch": "twice the batch_size of the task's DataLoader",
 }
-Verdict = Literal["tight", "fits", "roomy"]
+MEMORY_FAULTS = ("memory", KILLED_FOR_MEMORY)
+Verdict = Literal["exhausted", "tight", "fits", "roomy"]
 MEANING: Mapping[Verdict, str] = {
+    "exhausted": "the run ran out of memory, in an allocation that this peak does not include",
     "tight": "little is left",
     "fits": "nothing needs to change",
     "roomy": "there is room for a larger batch, or a larger model",
@@ -152,10 +161,16 @@ def find_memory_use(
     if peak <= 0 or limit <= 0:
         return None
     verdict: Verdict = (
-        "tight" if peak > TIGHT * limit else "roomy" if peak < ROOMY * limit else "fits"
+        "exhausted"
+        if any(_is_out_of_memory(each) for each in attempt)
+        else "tight"
+        if peak > TIGHT * limit
+        else "roomy"
+        if peak < ROOMY * limit
+        else "fits"
     )
     found: Iterable[Remedy] = ()
-    if verdict == "tight":
+    if verdict in ("exhausted", "tight"):
         found = _shrink(started, peak, shape, measured, spec_file)
     elif verdict == "roomy":
         found = _suggest_larger(started, peak, TIGHT * limit, shape, measured, spec_file)
@@ -165,6 +180,13 @@ def find_memory_use(
         place=place if limit_bytes is None else "the limit",
         verdict=verdict,
         remedies=tuple(found),
+    )
+
+
+def _is_out_of_memory(event: Event) -> bool:
+    """Return whether a record says that a step or the attempt ran out of memory."""
+    return (isinstance(event, Ended) and event.exit_code == OutOfMemory.exit_code) or (
+        isinstance(event, Fault) and event.fault in MEMORY_FAULTS
     )
 
 

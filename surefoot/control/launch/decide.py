@@ -44,10 +44,15 @@ class ExitKind(Enum):
 
 
 class RankFailure(NamedTuple):
-    """End of an attempt, and the slot that is to blame; None if no single slot is."""
+    """End of an attempt, and the slot that is to blame; None if no single slot is.
+
+    `rank` is the first rank that failed or blocked the others, `cause` what it did, in words.
+    """
 
     how: ExitKind
     place: int | None = None
+    rank: int = 0
+    cause: str = ""
 
 
 class Choice(Enum):

@@ -33,13 +33,14 @@ class AttemptEnd(NamedTuple):
     """End of an attempt: its exit code, and the fault if there was one.
 
     `is_asked` is True if a signal to the supervisor ended it, `is_recalled` if the supervisor
-    ended it to restart with more ranks.
+    ended it to restart with more ranks, `step` the step that the failed rank was in.
     """
 
     code: int
     fault: RankFailure | None = None
     is_asked: bool = False
     is_recalled: bool = False
+    step: int = 0
 
 
 class Commits:

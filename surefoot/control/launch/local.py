@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from surefoot.contract import events
+from surefoot.contract import events, runlock
 from surefoot.control.launch.decide import ExitKind, RankFailure, Rules, read_code
 from surefoot.control.launch.elastic import AttemptEnd, Places
 from surefoot.control.launch.forks import ForkedRank, ForkServer
@@ -31,6 +31,7 @@ from surefoot.control.launch.looking import (
     with_stacks,
 )
 from surefoot.control.launch.peers import Peer
+from surefoot.control.launch.record import record_fault
 from surefoot.core import flight, place
 from surefoot.core.errors import EXIT_OK, InputError, LostRank, OutOfMemory
 from surefoot.core.flight import RankSnapshot
@@ -118,9 +119,13 @@ def launch(
     )
     places = Places(rules, run, say)
     with contextlib.closing(ForkServer(words)) as server:
-        while (code := places.after(_attempt(server, places, say, judge))) is None:
-            pass
-    return code
+        while True:
+            generation = 0 if run is None else runlock.read_generation(run)
+            end = _attempt(server, places, say, judge)
+            if run is not None:
+                record_fault(run, end, after=generation, say=say)
+            if (code := places.after(end)) is not None:
+                return code
 
 
 def _fill_standard_streams() -> None:
@@ -167,7 +172,8 @@ def _attempt(
     fault = end.fault
     if fault is not None and fault.place is not None:
         fault = fault._replace(place=places.now[fault.place])
-    return end._replace(fault=fault, is_asked=bool(asked), is_recalled=is_recalled)
+    step = 0 if fault is None else max(0, seen[fault.rank].record.step)
+    return end._replace(fault=fault, is_asked=bool(asked), is_recalled=is_recalled, step=step)
 
 
 def _name_memory(
@@ -180,17 +186,18 @@ def _name_memory(
     """
     if num_kills <= 0 or end.fault is None or end.fault.how is not ExitKind.KILLED:
         return end
-    say(
-        f"error: the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's "
+    words = (
+        f"the kernel killed {num_kills} process{'es' * (num_kills > 1)} of this run's "
         "cgroup for memory; all ranks together may "
         f"use {memory_limits.find_limit().words}"
     )
+    say(f"error: {words}")
     say(
         "hint: use a smaller train.microbatch, memory.activation_checkpointing, layout.shard or "
         "fewer ranks, or raise the limit"
     )
     how = end.fault.how if places.is_elastic else ExitKind.SHORT
-    return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how))
+    return end._replace(code=OutOfMemory.exit_code, fault=end.fault._replace(how=how, cause=words))
 
 
 def _start(
@@ -306,7 +313,8 @@ def end_if_stalled(
         return None
     rows = with_stacks(rows, pids, told)
     late = judge.blame(rows)
-    say(f"error: {judge.tell(rows)}")
+    words = judge.tell(rows)
+    say(f"error: {words}")
     say(
         "hint: all ranks were stopped: every rank must call the same collectives, in the same order"
         if late is None
@@ -317,9 +325,11 @@ def end_if_stalled(
     )
     _end_all(ranks)
     return (
-        RankFailure(ExitKind.APART)
+        RankFailure(ExitKind.APART, cause=words)
         if late is None
-        else RankFailure(ExitKind.HUNG, late[0] if len(late) == 1 else None)
+        else RankFailure(
+            ExitKind.HUNG, late[0] if len(late) == 1 else None, (*late, 0)[0], cause=words
+        )
     )
 
 
@@ -390,26 +400,30 @@ def _report_end(
     code = first.code if first.code > 0 else 128 - first.code
     for line in first.said if first.number else ():
         say(f"[rank {first.number}] {line}")
+    words = f"rank {first.number} of {len(ranks)} ended with exit code {code}"
     if first.code < 0:
-        name = _signal_name(-first.code)
-        say(f"error: rank {first.number} of {len(ranks)} was ended by {name}")
-    elif first.number:
-        say(f"error: rank {first.number} of {len(ranks)} ended with exit code {code}")
+        words = f"rank {first.number} of {len(ranks)} was ended by {_signal_name(-first.code)}"
+    if first.code < 0 or first.number:
+        say(f"error: {words}")
     if first.code == LOST or (first.code < 0 and -first.code not in ENDED):
-        _print_other_ranks(ranks, first, say, judge.tell_apart(seen))
+        apart = judge.tell_apart(seen)
+        words += f"; at that time {apart}" * bool(apart)
+        _print_other_ranks(ranks, first, say, apart)
     if first.code < 0:
         say(f"hint: {judge.hint}")
     how = read_code(first.code)
     for each in ranks if how is ExitKind.PARTED else ():
         if each.code == 0:
-            say(
-                f"error: rank {each.number} of {len(ranks)} ended with exit code 0, as if "
+            words = (
+                f"rank {each.number} of {len(ranks)} ended with exit code 0, as if "
                 "the run had finished"
             )
-            how = ExitKind.LEFT
-    return AttemptEnd(
-        code, RankFailure(how, first.number if how in (ExitKind.KILLED, ExitKind.CRASHED) else None)
-    )
+            say(f"error: {words}")
+            how, first = ExitKind.LEFT, each
+    if first.said and how in (ExitKind.RAISED, ExitKind.ABORTED):
+        words += f": {first.said[0].removeprefix('error: ')}"
+    slot = first.number if how in (ExitKind.KILLED, ExitKind.CRASHED) else None
+    return AttemptEnd(code, RankFailure(how, slot, first.number, words))
 
 
 def _print_other_ranks(

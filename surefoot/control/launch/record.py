@@ -1,0 +1,106 @@
+"""Record in a run's log how an attempt ended, where its ranks could not record it themselves.
+
+A rank that the kernel or the supervisor kills writes no end. The supervisor writes a `fault` then,
+once all ranks have ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from surefoot.contract import events, runlock
+from surefoot.contract.run_folder import files
+from surefoot.control.launch.decide import ExitKind
+from surefoot.control.launch.elastic import AttemptEnd
+from surefoot.core.errors import LostRank, RunFolderError
+
+FAULTS = {
+    ExitKind.HUNG: "hang",
+    ExitKind.APART: "different-collectives",
+    ExitKind.KILLED: "killed",
+    ExitKind.SHORT: events.KILLED_FOR_MEMORY,
+    ExitKind.CRASHED: "crashed",
+    ExitKind.ABORTED: "aborted",
+    ExitKind.RAISED: "failed",
+    ExitKind.LEFT: "exited",
+    ExitKind.PARTED: "disconnected",
+}
+WAIT_S, LOOK_S = 2.0, 0.02  # processes that a killed rank started may hold the lock a little longer
+
+
+def record_fault(run: Path, end: AttemptEnd, *, after: int, say: Callable[[str], None]) -> None:
+    """Append a `fault` with the end of an attempt to the log of `run`, unless the end is known.
+
+    Nothing is written for an attempt that was asked to end, that recorded the error with which it
+    ended, or that ended before it wrote to the log.
+
+    Args:
+        run: folder of the run.
+        end: end of the attempt.
+        after: generation of the run before the attempt.
+        say: prints a warning if the log cannot be written.
+    """
+    if end.is_asked or end.fault is None or end.fault.how not in FAULTS:
+        return
+    try:
+        _wait_for_lock(run)
+        with runlock.keep_out(run):
+            generation = runlock.read_generation(run)
+            if generation <= after or _has_recorded_end(run, generation):
+                return
+            fault = events.Fault(
+                generation=generation,
+                time_s=time.time(),
+                step=end.step,
+                fault=FAULTS[end.fault.how],
+                rank=end.fault.rank,
+                host=socket.gethostname(),
+                action="all ranks were ended",
+                detail=end.fault.cause,
+            )
+            _append(run, fault.as_line().encode())
+    except RunFolderError as error:
+        say(f"warning: the end of the ranks is not in the log: {error.message}")
+    except OSError as error:
+        say(f"warning: the end of the ranks is not in the log: {error.filename}: {error.strerror}")
+
+
+def _wait_for_lock(run: Path) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while runlock.is_held(run) and time.monotonic() < until_s:
+        time.sleep(LOOK_S)
+
+
+def _has_recorded_end(run: Path, generation: int) -> bool:
+    """Return whether the attempt recorded its start and an end other than a lost rank.
+
+    True too for an attempt without a start in the log, which no fault could belong to.
+    """
+    mine = [
+        each
+        for each in events.read(run, events.Started, events.Ended)
+        if each.generation == generation
+    ]
+    ends = [each.exit_code for each in mine if isinstance(each, events.Ended)]
+    return not mine or any(code != LostRank.exit_code for code in ends)
+
+
+def _append(run: Path, line: bytes) -> None:
+    """Append a line to the log, and sync it. Raises OSError; the log is then unchanged."""
+    descriptor = files.open_descriptor(run, events.FILE, os.O_RDWR | os.O_APPEND)
+    try:
+        files.cut_torn_line(descriptor)
+        size = os.fstat(descriptor).st_size
+        try:
+            os.write(descriptor, line)
+            os.fsync(descriptor)
+        except OSError as error:
+            os.ftruncate(descriptor, size)
+            error.filename = str(run / events.FILE)
+            raise
+    finally:
+        os.close(descriptor)
