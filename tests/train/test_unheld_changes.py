@@ -233,7 +233,7 @@ def test_a_scheduler_that_is_made_after_the_first_checkpoint_is_named_once(
     assert " ".join(capsys.readouterr().err.split()).count("(StepLR)") == 1
 
 
-class InDict(Small):
+class NetInDict(Small):
     """A task that keeps a network in a dict."""
 
     def __init__(self, make: Callable[[nn.Module], Any], *, named: bool = False) -> None:
@@ -245,8 +245,8 @@ class InDict(Small):
 
 @pytest.mark.parametrize("make", [lambda net: {"t": net}, lambda net: {"t": [net]}])
 def test_a_network_in_a_dict_of_the_task_is_reported(make: Any, tmp_path: Path) -> None:
-    train(tmp_path / "a", spec(2), InDict(make))
+    train(tmp_path / "a", spec(2), NetInDict(make))
     (line,) = reported(tmp_path / "a")
     assert "self.nets['t']" in line
-    train(tmp_path / "b", spec(2), InDict(make, named=True))
+    train(tmp_path / "b", spec(2), NetInDict(make, named=True))
     assert reported(tmp_path / "b") == []
