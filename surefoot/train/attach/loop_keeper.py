@@ -38,6 +38,7 @@ from surefoot.train.attach.loop_ranks import SaveTimer
 from surefoot.train.attach.read_states import ReadStates, describe_too_many
 from surefoot.train.quiet import read_streams
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
+from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
 from surefoot.train.resume.full_disk import RoomMaker, list_steps
 from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
 
@@ -67,6 +68,7 @@ class LoopKeeper:
             for name, each in objects.items()
             if not isinstance(each, torch.optim.Optimizer)
         }
+        self._inner = InnerOptimizers(objects)
         self._trackers = {name: AttributeTracker(each) for name, each in self._modules.items()}
         self._attribute_notes = AttributeNotes(of_loop=True)
         self._unsaved: list[str] = []  # attributes that the last checkpoint could not hold
@@ -127,6 +129,7 @@ class LoopKeeper:
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
             self._check_kinds(found.step, dict(loop.get("kinds", {})))
+            self._inner.restore(loop.get("inner_optimizers", {}))
             self.unfrozen = self._set_trained(dict(loop.get("trains", {})))
             self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
             self._own_now = name_states(loop.get("own_now") or self._pass_random.get("own", ()))
@@ -382,6 +385,7 @@ class LoopKeeper:
             "reads": self._read_states.as_state(),
             "content": self._content,
             "own_now": self._generator_states(),
+            "inner_optimizers": self._inner.state(),
             "kinds": {
                 name: type(each).__name__ for name, each in self._objects.items() if name != "model"
             },

@@ -64,7 +64,6 @@ class LoopRecord:
         noticed: tuple[UnheldObjects, Sequence[str], tuple[str, ...]],
     ) -> None:
         self._unheld, reported, notes_on_resume = noticed
-        self._has_saved = False
         model: nn.Module = objects["model"]
         self._optimizers, self._every = optimizers, max(1, every)
         self._data, self._group = data, group
@@ -250,10 +249,7 @@ class LoopRecord:
                     "earlier than its retention says; the loop continues"
                 )
         self._saved_step = self.step
-        # a scheduler that was made after attach
-        lost = [] if self._has_saved else self._unheld.find()
-        self._has_saved = True
-        for line in (*self._keeper.take_unsaved(), *lost):
+        for line in (*self._keeper.take_unsaved(), *self._unheld.find_since_attach()):
             self._console.warn(line)
         committed = events.Committed(
             generation=self.generation,

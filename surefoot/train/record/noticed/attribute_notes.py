@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from surefoot.components.checkpoint import read_state_dict
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.generators import generator_state, is_generator
-from surefoot.runtime.attributes.values import Aliases, find_leaves, parts_of, sign
+from surefoot.runtime.attributes.values import Aliases, find_leaves, memory_of, parts_of, sign
 from surefoot.runtime.nested_tensors import find_tensors
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ LOST = (
 KEEP_IN_STATE = (
     "keep it in self.state or in param_groups, which state_dict() contains, or return it from "
     "state_dict() and read it in load_state_dict()"
+)
+KEEP_INNER = (
+    "return the state_dict() of that optimizer from state_dict() too, under a key of its own, and "
+    "load it in load_state_dict()"
 )
 # what torch, its schedulers and GradScaler set; each is computed again, or saved elsewhere
 OF_TORCH = frozenset(
@@ -103,8 +109,10 @@ class AttributeNotes:
 class OptimizerAttributes:
     """Attributes of optimizers at the time of `begin`, compared after some of the later steps."""
 
-    def __init__(self, optimizers: Sequence[Any], what: str) -> None:
+    def __init__(self, optimizers: Sequence[Any], what: str, held: Sequence[Any] = ()) -> None:
+        """Watch `optimizers`; those in `held` are saved, also where they are attributes."""
         self._optimizers, self._what = optimizers, what
+        self._held = {id(each) for each in (*optimizers, *held)}
         self._before: list[Mapping[str, Any]] | None = None  # None until `begin`
         self._reported: set[tuple[int, str]] = set()
         self._num_asked = 0
@@ -112,7 +120,7 @@ class OptimizerAttributes:
     def begin(self) -> None:
         """Read the attributes, before the first step; later calls do nothing."""
         if self._before is None:
-            self._before = [_read(each) for each in self._optimizers]
+            self._before = [self._read(each) for each in self._optimizers]
 
     def find_changed(self) -> list[Found]:
         """Return, once for each attribute, (finding, action).
@@ -123,13 +131,15 @@ class OptimizerAttributes:
         if self._before is None or self._num_asked & (self._num_asked - 1):
             return []
         return [
-            (LOST.format(names=names, kind=type(each).__name__, what=self._what), KEEP_IN_STATE)
+            (LOST.format(names=names, kind=type(each).__name__, what=self._what), action)
             for number, each in enumerate(self._optimizers)
-            if (names := self._name_new(number, each, self._before[number]))
+            for names, action in self._name_new(number, each, self._before[number])
         ]
 
-    def _name_new(self, number: int, optimizer: Any, before: Mapping[str, Any]) -> str:
-        now = _read(optimizer)
+    def _name_new(
+        self, number: int, optimizer: Any, before: Mapping[str, Any]
+    ) -> Iterator[tuple[str, str]]:
+        now = self._read(optimizer)
         changed = [
             name
             for name, signed in now.items()
@@ -138,21 +148,33 @@ class OptimizerAttributes:
             and (number, name) not in self._reported
         ]
         if not changed:
-            return ""
+            return
         saved = read_state_dict(optimizer) if hasattr(optimizer, "state_dict") else {}
         new = [name for name in changed if not _is_saved(name, optimizer, saved)]
         self._reported.update((number, name) for name in new)
-        return name_some(new, MAX_NAMED)
+        inner = [name for name in new if optimizers_in(getattr(optimizer, name))]
+        plain = [name for name in new if name not in inner]
+        for names, action in ((plain, KEEP_IN_STATE), (inner, KEEP_INNER)):
+            if names:
+                yield name_some(names, MAX_NAMED), action
+
+    def _read(self, optimizer: Any) -> dict[str, Any]:
+        """Return the attributes of an optimizer, signed, without those that torch sets."""
+        aliases = _aliases_of(optimizer)
+        return {
+            name: _sign(value, aliases)
+            for name, value in list(getattr(optimizer, "__dict__", {}).items())
+            if name not in OF_TORCH
+            and not name.startswith("_optimizer_")
+            and not any(id(each) in self._held for each in optimizers_in(value))
+        }
 
 
-def _read(optimizer: Any) -> dict[str, Any]:
-    """Return the attributes of an optimizer, signed, without those that torch sets."""
-    aliases = _aliases_of(optimizer)
-    return {
-        name: _sign(value, aliases)
-        for name, value in list(getattr(optimizer, "__dict__", {}).items())
-        if name not in OF_TORCH and not name.startswith("_optimizer_")
-    }
+def optimizers_in(value: Any) -> list[Optimizer]:
+    """Return an attribute that is an optimizer, or the optimizers in a list, tuple or dict."""
+    if isinstance(value, Optimizer):
+        return [value]
+    return [part for _, part in parts_of(value) or () if isinstance(part, Optimizer)]
 
 
 def _aliases_of(optimizer: Any) -> Aliases:
@@ -167,6 +189,8 @@ def _sign(value: Any, aliases: Aliases) -> Any:
     """Return a value that differs if `value` has changed; None for what is saved or no state."""
     if is_generator(value):
         return sign(value, aliases)
+    if inner := optimizers_in(value):
+        value = [list(each.state.values()) for each in inner]
     leaves = find_leaves(value)
     if leaves is None:
         return None
@@ -187,6 +211,8 @@ def _is_saved(name: str, optimizer: Any, saved: Mapping[str, Any]) -> bool:
     """
     none = Aliases.of_tensors({})
     value = getattr(optimizer, name)
+    if inner := optimizers_in(value):
+        return all(_holds(saved, list(each.state.values())) for each in inner)
     signed = generator_state(value) if is_generator(value) else value
     signed = sign(signed, none)
     own = {key: each for key, each in saved.items() if key not in ("state", "param_groups")}
@@ -202,6 +228,18 @@ def _is_saved(name: str, optimizer: Any, saved: Mapping[str, Any]) -> bool:
         if key != "params" and key.strip("_") == plain
     ]
     return any(sign(each, none) == signed for each in [*_all_parts(own), *of_groups])
+
+
+def _holds(saved: Any, state: Any) -> bool:
+    """Return whether a state dict contains every tensor of `state`, or a copy of it."""
+    held = list(find_tensors(saved))
+    known = {id(each) for each in held} | {memory_of(each) for each in held} - {None}
+    return all(
+        id(each) in known
+        or memory_of(each) in known
+        or any(each.shape == one.shape and torch.equal(each, one.to(each)) for one in held)
+        for each in find_tensors(state)
+    )
 
 
 def _all_parts(value: Any) -> Iterator[Any]:

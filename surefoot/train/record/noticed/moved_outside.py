@@ -118,7 +118,9 @@ def _find_uncovered(
         yield from _find_uncovered(f"{name}.{key}", child, left, taken)
 
 
-def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
+def walk(
+    roots: Mapping[str, Any], max_depth: int = MAX_DEPTH, max_parts: int = MAX_PARTS
+) -> Iterator[tuple[str, nn.Module | Tensor]]:
     """Yield every module and tensor below `roots` with the code that reads it, the nearest first.
 
     Attributes, lists, tuples and dicts are searched.
@@ -131,18 +133,18 @@ def walk(roots: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module | Tensor]]:
         seen.add(id(value))
         if isinstance(value, nn.Module | Tensor):
             yield name, value
-        if isinstance(value, Tensor) or depth == MAX_DEPTH:
+        if isinstance(value, Tensor) or depth == max_depth:
             continue
-        todo.extend((path, part, depth + 1) for path, part in _parts(name, value))
+        todo.extend((path, part, depth + 1) for path, part in _parts(name, value, max_parts))
 
 
-def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _parts(name: str, value: Any, max_parts: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, list | tuple):
-        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value[:MAX_PARTS]))
+        yield from ((f"{name}[{number}]", part) for number, part in enumerate(value[:max_parts]))
     elif isinstance(value, dict):
         yield from (
             (f"{name}[{key!r}]", part)
-            for key, part in list(value.items())[:MAX_PARTS]
+            for key, part in list(value.items())[:max_parts]
             if isinstance(key, str | int)
         )
     elif isinstance(value, nn.Module):

@@ -16,10 +16,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from surefoot.contract.state import learning_rate_of
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.generators import find_generators, sign_generator
+from surefoot.runtime.attributes.values import parts_of
+from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly
-from surefoot.train.record.noticed.attribute_notes import OptimizerAttributes
+from surefoot.train.record.noticed.attribute_notes import OptimizerAttributes, optimizers_in
+from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
+from surefoot.train.record.noticed.module_watch import DEPTH, MAX_PARTS, ModuleWatch
+from surefoot.train.record.noticed.moved_outside import walk
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} starts with a new one"
 DRAWN = (
@@ -29,12 +35,18 @@ DRAWN = (
 OF_LOOP = "give it to attach: state={{{key!r}: {name}}}"
 OF_OPTIMIZER = "give it to attach: optimizer=[..., {name}]"
 OF_TASK = "return it from the task's state(): {{{key!r}: {name}}}"
+REPLACED = (
+    "no checkpoint holds the state of an optimizer ({kind}) that trains the model and that the "
+    "loop did not pass to attach, so a resumed loop starts with a new one: create it before "
+    "attach, and pass every optimizer of the loop: optimizer=[first, second]"
+)
 UNTRAINED = (
     "the loop has unfrozen or added parameters that are in no optimizer of attach, so that no "
     "step of it trains them: {names}; add them: optimizer.add_param_group({{'params': [...]}})"
 )
-DEPTH = 2  # of the search for generators: an attribute of an attribute of a variable
 UNLESS = "; a copy that never changes need not be saved"
+CHANGED = "; a copy that the loop writes anew before each use need not be saved"
+NUM_SOUGHT = 8  # parameters of the model whose optimizers are searched for
 
 
 class UnheldObjects:
@@ -42,9 +54,11 @@ class UnheldObjects:
 
     def __init__(self, objects: Mapping[str, Any], optimizers: Sequence[Any], data: Any) -> None:
         self._model: nn.Module = objects["model"]
-        self._optimizers = optimizers
+        self._objects, self._optimizers = objects, optimizers
+        self._modules, self._rates = ModuleWatch(), list[Any]()
+        self._has_looked = False  # since attach
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
-        self._held = _with_parts([*objects.values(), data, *parts])
+        self._held = _with_parts([*objects.values(), data, *parts, *_find_inner(optimizers)])
         self._generators = UnheldGenerators(
             find_generators([("data", data), *objects.items()]).values()
         )
@@ -56,12 +70,16 @@ class UnheldObjects:
             for each in group["params"]
         }
         self._apart = trained - self._own
-        self._attributes = OptimizerAttributes(optimizers, "loop")
+        kept = [*objects.values(), *InnerOptimizers(objects).all()]
+        self._attributes = OptimizerAttributes(optimizers, "loop", kept)
+        self._states = dict[int, Any]()  # of optimizers that are not the loop's, by id
+        self._lines = set[str]()  # that were returned
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
 
     def begin(self) -> None:
-        """Read the attributes of the optimizers, before the first step; later calls do nothing."""
+        """Read what a step may change, before the first one; later calls read what is new."""
         self._attributes.begin()
+        self._modules.begin()
 
     def find_new(self) -> list[str]:
         """Return a warning, once each, on changes since `attach` that no checkpoint will hold."""
@@ -97,6 +115,41 @@ class UnheldObjects:
         self._generators.watch(names.items())
         found = {id(each): each for each in names.values() if self._is_state(each)}
         found |= {id(each): each for each in self._schedulers()}
+        lines = self._describe_new(found, names)
+        named = [each for each in found.values() if isinstance(each, nn.Module | Optimizer)]
+        self._modules.add({**names, "model": self._model}, [*self._objects.values(), *named])
+        self._rates = self._read_rates()
+        self._states = {id(each): _sign_state(each) for each in self._others()}
+        return lines
+
+    def find_since_attach(self) -> list[str]:
+        """Return a warning, once each, on what the loop has made or changed since `attach`.
+
+        The variables of the script are searched in the first call, schedulers also in each call
+        before which the groups of an optimizer have changed.
+        """
+        if not self._has_looked:
+            self._has_looked = True
+            before = self._states
+            lines = self.find()
+            self._modules.begin()
+            self._states = before
+        elif (rates := self._read_rates()) != self._rates:
+            self._rates = rates
+            lines = self._describe_new({id(each): each for each in self._schedulers()}, {})
+        else:
+            lines = []
+        changed = self._modules.find_changed()
+        lines += [_describe(module, name, CHANGED) for name, module in changed]
+        new = [
+            each for each in self._others() if _sign_state(each) != self._states.get(id(each), ())
+        ]
+        self._held.update(id(each) for each in new)
+        lines += [REPLACED.format(kind=type(each).__name__) for each in new]
+        told, self._lines = self._lines, self._lines | set(lines)
+        return [line for line in lines if line not in told]
+
+    def _describe_new(self, found: Mapping[int, Any], names: Mapping[str, Any]) -> list[str]:
         inside = {
             part for each in found.values() for part in _with_parts([each]) if part != id(each)
         }
@@ -122,6 +175,34 @@ class UnheldObjects:
             or bool(parameters & self._apart)
             or _is_copy(value, self._model)
         )
+
+    def _read_rates(self) -> list[Any]:
+        """Return the keys and the learning rate of each group, which schedulers change."""
+        return [
+            (*group, learning_rate_of(group))
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+
+    def _others(self) -> list[Optimizer]:
+        """Return the optimizers with a state for the model's parameters that no object holds."""
+        trained = [each for each in self._model.parameters() if each.requires_grad]
+        if not trained:
+            return []
+        # the state of an optimizer is a dict whose keys are parameters
+        some = trained[:: -(-len(trained) // NUM_SOUGHT)]
+        states = [each for each in gc.get_referrers(*some) if isinstance(each, dict)]
+        referrers = gc.get_referrers(*states)
+        holders = gc.get_referrers(*(each for each in referrers if type(each) is dict))
+        found = {
+            id(each): each
+            for each in (*referrers, *holders)
+            if issubclass(type(each), Optimizer) and id(each) not in self._held
+        }
+        return [each for each in found.values() if not self._wraps_held(each)]
+
+    def _wraps_held(self, optimizer: Optimizer) -> bool:
+        return any(id(each) in self._held for each in _find_inner([optimizer]))
 
     def _schedulers(self) -> Iterator[Any]:
         """Yield all objects with a state whose attribute `optimizer` is the loop's; some twice."""
@@ -217,20 +298,40 @@ def _with_parts(objects: Iterable[Any]) -> set[int]:
     return found
 
 
+def _find_inner(optimizers: Iterable[Any]) -> list[Optimizer]:
+    """Return the optimizers in attributes of optimizers, at any depth."""
+    found, todo = dict[int, Optimizer](), list(optimizers)
+    while todo:
+        for value in getattr(todo.pop(), "__dict__", {}).values():
+            for each in optimizers_in(value):
+                if id(each) not in found:
+                    found[id(each)] = each
+                    todo.append(each)
+    return list(found.values())
+
+
+def _sign_state(optimizer: Optimizer) -> Any:
+    """Return a value that differs if the optimizer has made a step, as its state shows."""
+    return tuple(
+        (id(each), 0 if each.is_inference() else each._version)
+        for each in find_tensors(list(optimizer.state.values()))
+    )
+
+
 def _is_copy(module: nn.Module, model: nn.Module) -> bool:
     """Return whether a module has the class and shapes of the model: a user's weight average."""
     shapes, own = ([each.shape for each in one.parameters()] for one in (module, model))
     return type(module) is type(model) and bool(own) and shapes == own
 
 
-def _describe(value: Any, name: str) -> str:
+def _describe(value: Any, name: str, unless: str = UNLESS) -> str:
     words = LOST.format(name=name, kind=type(value).__name__, what="loop")
     if isinstance(value, Optimizer):
         return f"{words}: {OF_OPTIMIZER.format(name=name)}"
-    key = name.rpartition(".")[2]
+    key = re.findall(r"\w+", name)[-1]
     return (
         f"{words}: "
-        f"{OF_LOOP.format(key=key, name=name)}{UNLESS if isinstance(value, nn.Module) else ''}"
+        f"{OF_LOOP.format(key=key, name=name)}{unless if isinstance(value, nn.Module) else ''}"
     )
 
 
@@ -259,16 +360,23 @@ def describe_task(assembly: Assembly, generators: UnheldGenerators) -> list[str]
     optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
     held = _with_parts([*named, source, *optimizers, *assembly.model.modules()])
     lines = [describe_generator(name, "run") for name in generators.find_drawn()]
-    for name, value in getattr(task.task, "__dict__", {}).items():
+    reported: list[str] = []
+    attributes = getattr(task.task, "__dict__", {})
+    roots = {f"self.{name}": each for name, each in attributes.items()}
+    inside = {name: each for name, each in roots.items() if parts_of(each) is not None}
+    for name, value in {**roots, **dict(walk(inside, DEPTH, MAX_PARTS))}.items():
         if (
             id(value) in held
             or not has_state(value)
             or (isinstance(value, nn.Module) and not _is_apart(value, assembly.model, named))
+            or any(name.startswith((f"{told}.", f"{told}[")) for told in reported)
         ):
             continue
-        words = LOST.format(name=f"self.{name}", kind=type(value).__name__, what="run")
+        words = LOST.format(name=name, kind=type(value).__name__, what="run")
+        reported.append(name)
+        key = re.findall(r"\w+", name)[-1]
         unless = UNLESS if isinstance(value, nn.Module) else ""
-        lines.append(f"{words}: {OF_TASK.format(key=name, name=f'self.{name}')}{unless}")
+        lines.append(f"{words}: {OF_TASK.format(key=key, name=name)}{unless}")
     return lines
 
 

@@ -1,0 +1,56 @@
+"""Optimizers inside of a loop's optimizers, as in SAM, whose state_dict leaves their state out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+from torch.optim import Optimizer
+
+from surefoot.train.record.noticed.attribute_notes import optimizers_in
+
+
+@final
+class InnerOptimizers:
+    """Optimizers in attributes of those in `objects`, which checkpoints hold beside the outer ones.
+
+    An outer optimizer with a `state_dict` of its own class is left to that method.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        known = {id(each) for each in objects.values()}
+        self._found = {
+            name: (outer, inner, inner.param_groups is outer.param_groups)
+            for path, outer in objects.items()
+            if isinstance(outer, Optimizer) and type(outer).state_dict is Optimizer.state_dict
+            for name, inner in _name_inner(path, outer)
+            if id(inner) not in known
+            and inner.state is not outer.state
+            and type(inner).load_state_dict is Optimizer.load_state_dict
+        }
+
+    def all(self) -> list[Optimizer]:
+        """Return the inner optimizers."""
+        return [inner for _, inner, _ in self._found.values()]
+
+    def state(self) -> dict[str, Any]:
+        """Return the state of each inner optimizer, by name."""
+        return {name: inner.state_dict() for name, (_, inner, _) in self._found.items()}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Restore states that `state` returned, after the outer optimizers have theirs.
+
+        Parameter groups that both optimizers shared are shared again, so that a scheduler of the
+        outer one still sets the learning rate of the inner one.
+        """
+        for name, (outer, inner, is_shared) in self._found.items():
+            if name in saved:
+                inner.load_state_dict(saved[name])
+                if is_shared:
+                    inner.param_groups = outer.param_groups
+
+
+def _name_inner(name: str, outer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    for key, value in vars(outer).items():
+        for number, inner in enumerate(optimizers_in(value)):
+            yield f"{name}.{key}.{number}", inner

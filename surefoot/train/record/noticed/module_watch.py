@@ -1,0 +1,95 @@
+"""Modules of a loop that no checkpoint holds, such as a target network, watched for changes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from surefoot.runtime.attributes.values import Aliases, memory_of, sign
+from surefoot.runtime.nested_tensors import find_tensors
+from surefoot.train.record.noticed.moved_outside import walk
+
+DEPTH = 2  # of a search below variables: an attribute of an attribute, an entry of such a dict
+MAX_PARTS = 100  # of one list or dict that are looked at
+NUM_READ = 4096  # values of one tensor that are read: an update of a network changes most of them
+NO_ALIASES = Aliases.of_tensors({})
+
+
+@final
+class ModuleWatch:
+    """Modules with their weights at the start of the loop; a frozen teacher keeps them."""
+
+    def __init__(self) -> None:
+        # the weights are None until `begin`
+        self._watched: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
+
+    def add(self, roots: Mapping[str, Any], held: Collection[Any]) -> None:
+        """Add the modules below `roots`, the variables, that share no tensor with `held`."""
+        found = [
+            (name, each)
+            for name, each in walk(roots, DEPTH, MAX_PARTS)
+            if isinstance(each, nn.Module) and _tensors_of(each)
+        ]
+        if not found:
+            return
+        covered = _keys_of(_held_tensors(held))
+        known = {id(watched()) for watched, _ in self._watched.values()}
+        for name, module in found:
+            keys = _keys_of(_tensors_of(module))
+            if id(module) not in known and not keys & covered:
+                self._watched[name] = weakref.ref(module), None
+            covered |= keys
+
+    def begin(self) -> None:
+        """Read the weights of the modules that were added since the last call."""
+        for name, (watched, before) in self._watched.items():
+            if before is None and (module := watched()) is not None:
+                self._watched[name] = watched, _sign(module)
+
+    def find_changed(self) -> list[tuple[str, nn.Module]]:
+        """Return, once each, the modules whose weights or buffers have changed since `begin`."""
+        changed = []
+        for name, (watched, before) in list(self._watched.items()):
+            module = watched()
+            if module is None:
+                del self._watched[name]
+            elif before is not None and _sign(module) != before:
+                del self._watched[name]
+                changed.append((name, module))
+        return changed
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return list(chain(module.parameters(), module.buffers()))
+
+
+def _held_tensors(held: Collection[Any]) -> Iterable[Tensor]:
+    for each in held:
+        if isinstance(each, nn.Module):
+            yield from _tensors_of(each)
+        if callable(getattr(each, "state_dict", None)):
+            yield from find_tensors(each.state_dict())
+        yield from find_tensors([group["params"] for group in getattr(each, "param_groups", ())])
+        yield from find_tensors(each)
+
+
+def _keys_of(tensors: Iterable[Tensor]) -> set[Any]:
+    found = list(tensors)
+    return {id(each) for each in found} | {memory_of(each) for each in found} - {None}
+
+
+@torch.no_grad()
+def _sign(module: nn.Module) -> Any:
+    """Return a value that differs if the weights or buffers have, of which it reads a part."""
+    return sign([_thin_out(each.detach()) for each in _tensors_of(module)], NO_ALIASES)
+
+
+def _thin_out(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or tensor.numel() <= NUM_READ:
+        return tensor
+    return tensor.reshape(-1)[:: tensor.numel() // NUM_READ]
