@@ -3,7 +3,8 @@
 It is read and checked without torch. The user's loader chooses the order, so the ids themselves are
 stored, 4 bytes each. A header of 256 bytes holds what an epoch guarantees. A row is a batch: (step,
 generation, epoch, index in the epoch, number of ids), the ids, and the CRC-32 of both. There are no
-ids where the data do not identify the samples of a batch, and only the index is known. The rows of
+ids where the data do not identify the samples of a batch, and only the index is known. A step that
+consumed no batch (a second step on one) has a row without ids, whose index is NO_BATCH. The rows of
 the previous release have no CRC; a loop that it started continues with such rows. Names call an
 epoch a pass.
 """
@@ -28,6 +29,7 @@ FORMAT, PREVIOUS_FORMAT = "loop 2", "loop 1"
 HEAD, CHECKSUM = struct.Struct("<IIIII"), struct.Struct("<I")
 ID_BYTES = 4
 MAX_IDS = 1 << 32
+NO_BATCH = (1 << 32) - 1  # the index in a row of a step that consumed no batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,20 +210,21 @@ def check(run: Path) -> LoopConsumed:
     damaged: list[DamagedBytes] = []
     rows = list(read(run, damaged))
     kept, overruled = consumed(rows)
-    num_compared, others = _read_again(rows, kept)
+    batches = [row for row in kept if row.place != NO_BATCH]
+    num_compared, others = _read_again(rows, batches)
     return LoopConsumed(
         promise=promise,
         last=kept[-1].step if kept else 0,
         attempts=tuple(sorted({row.generation for row in rows} - {0})),
-        num_batches=len(kept),
+        num_batches=len(batches),
         num_overruled=overruled,
         num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
-        num_passes=len({batch.number_of_pass for batch in kept}),
+        num_passes=len({batch.number_of_pass for batch in batches}),
         num_compared=num_compared,
         faults=(
             *map(_make_damage_fault, damaged),
             *_places(kept),
-            *_samples(kept, promise),
+            *_samples(batches, promise),
             *others,
         ),
     )
@@ -298,6 +301,8 @@ def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
     step, number, place = 0, 0, -1
     for batch in kept:
         expected = (number, place + 1) if batch.number_of_pass == number else (number + 1, 0)
+        if batch.place == NO_BATCH:
+            expected = (batch.number_of_pass, batch.place)
         if (batch.number_of_pass, batch.place) != expected:
             at = f"batch {batch.place + 1:,} of epoch {batch.number_of_pass + 1:,}"
             kind = "lost" if (batch.number_of_pass, batch.place) > expected else "twice"
@@ -310,7 +315,9 @@ def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
         elif not step <= batch.step <= step + 1:
             kind = "lost" if batch.step > step + 1 else "out of order"
             yield LedgerFault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
-        step, number, place = batch.step, batch.number_of_pass, batch.place
+        step = batch.step
+        if batch.place != NO_BATCH:
+            number, place = batch.number_of_pass, batch.place
 
 
 def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LedgerFault]:

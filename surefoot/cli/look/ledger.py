@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 10
 OTHER_DATA = "other data"
+READ_AHEAD = "read ahead"  # a resumed loop had batches in hand
 
 
 def ledger(
@@ -126,6 +128,39 @@ def _find_other_data(run: Path) -> list[LedgerFault]:
     ]
 
 
+def _find_read_ahead(run: Path) -> list[LedgerFault]:
+    """Return a fault for each resume in mid-epoch of a loop that read ahead without declaring it.
+
+    Such a resume leaves out or repeats batches, and the ledger holds what was read.
+    """
+    from surefoot.contract import events, ledger, loop_ledger
+
+    if not (run / events.FILE).is_file():
+        return []
+    noticed = {
+        each.generation
+        for each in events.read(run, events.Fault)
+        if isinstance(each, events.Fault) and each.fault == "read-ahead"
+    }
+    rows = [
+        row
+        for row in ledger.consumed(loop_ledger.read(run))[0]
+        if row.place != loop_ledger.NO_BATCH
+    ]
+    return [
+        ledger.LedgerFault(
+            READ_AHEAD,
+            row.step,
+            f"attempt {row.generation} resumed in epoch {row.number_of_pass + 1:,}, and the loop "
+            "reads ahead: batches that it had read may be left out or repeated",
+        )
+        for before, row in pairwise(rows)
+        if row.generation != before.generation
+        and row.number_of_pass == before.number_of_pass
+        and noticed & {row.generation, before.generation}
+    ]
+
+
 def _tell_unjudged(run: Path, last: int) -> None:
     """Warn of steps that the log records and the ledger does not: the verdict excludes them."""
     from surefoot.contract import events
@@ -204,7 +239,8 @@ def _print_loop_ledger(run: Path, sample: int | None, *, json: bool) -> int:
     from surefoot.contract import loop_ledger
 
     found = loop_ledger.check(run)
-    found = replace(found, faults=(*found.faults, *_find_other_data(run)))
+    others = (*_find_other_data(run), *_find_read_ahead(run))
+    found = replace(found, faults=(*found.faults, *others))
     _check_any(run, found.num_batches)
     _tell_unjudged(run, found.last)
     uses = None if sample is None else loop_ledger.find_sample(run, sample)
