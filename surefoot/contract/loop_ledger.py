@@ -3,7 +3,8 @@
 It is read and checked without torch. The user's loader chooses the order, so the ids themselves are
 stored, 4 bytes each. A header of 256 bytes holds what an epoch guarantees. A row is a batch: (step,
 generation, epoch, index in the epoch, number of ids), the ids, and the CRC-32 of both. There are no
-ids where the data do not identify the samples of a batch, and only the index is known. The rows of
+ids where the data do not identify the samples of a batch, and only the index is known. A step that
+consumed no batch (a second step on one) has a row without ids, whose index is NO_BATCH. The rows of
 the previous release have no CRC; a loop that it started continues with such rows. Names call an
 epoch a pass.
 """
@@ -17,9 +18,11 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from surefoot.contract import events
 from surefoot.contract.ledger import (
     FILE,
     HEADER_BYTES,
@@ -35,6 +38,7 @@ FORMAT, PREVIOUS_FORMAT = "loop 2", "loop 1"
 HEAD, CHECKSUM = struct.Struct("<IIIII"), struct.Struct("<I")
 ID_BYTES = 4
 MAX_IDS = 1 << 32
+NO_BATCH = (1 << 32) - 1  # the index in a row of a step that consumed no batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,24 +219,52 @@ def check(run: Path) -> LoopConsumed:
     damaged: list[DamagedBytes] = []
     rows = list(read(run, damaged))
     kept, overruled = consumed(rows)
-    num_compared, others = _read_again(rows, kept)
+    batches = [row for row in kept if row.place != NO_BATCH]
+    num_compared, others = _read_again(rows, batches)
     return LoopConsumed(
         promise=promise,
         last=kept[-1].step if kept else 0,
         attempts=tuple(sorted({row.generation for row in rows} - {0})),
-        num_batches=len(kept),
+        num_batches=len(batches),
         num_overruled=overruled,
         num_samples=0 if promise.digests else sum(len(batch.ids) for batch in kept),
-        num_passes=len({batch.number_of_pass for batch in kept}),
+        num_passes=len({batch.number_of_pass for batch in batches}),
         num_compared=num_compared,
         faults=(
             *map(_make_damage_fault, damaged),
             *_places(kept),
-            *_samples(kept, promise),
+            *_samples(batches, promise),
             *others,
             *find_other_data(run),
+            *_find_read_ahead(run, batches),
         ),
     )
+
+
+def _find_read_ahead(run: Path, batches: Sequence[Batch]) -> list[LedgerFault]:
+    """Return a fault for each resume in mid-epoch of a loop that read ahead without declaring it.
+
+    Such a resume leaves out or repeats batches, and the ledger holds what was read.
+    """
+    if not (run / events.FILE).is_file():
+        return []
+    noticed = {
+        each.generation
+        for each in events.read(run, events.Fault)
+        if isinstance(each, events.Fault) and each.fault == "read-ahead"
+    }
+    return [
+        LedgerFault(
+            "read ahead",
+            row.step,
+            f"attempt {row.generation} resumed in epoch {row.number_of_pass + 1:,}, and the loop "
+            "reads ahead: batches that it had read may be left out or repeated",
+        )
+        for before, row in pairwise(batches)
+        if row.generation != before.generation
+        and row.number_of_pass == before.number_of_pass
+        and noticed & {row.generation, before.generation}
+    ]
 
 
 def _make_damage_fault(damage: DamagedBytes) -> LedgerFault:
@@ -306,6 +338,8 @@ def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
     step, number, place = 0, 0, -1
     for batch in kept:
         expected = (number, place + 1) if batch.number_of_pass == number else (number + 1, 0)
+        if batch.place == NO_BATCH:
+            expected = (batch.number_of_pass, batch.place)
         if (batch.number_of_pass, batch.place) != expected:
             at = f"batch {batch.place + 1:,} of epoch {batch.number_of_pass + 1:,}"
             kind = "lost" if (batch.number_of_pass, batch.place) > expected else "twice"
@@ -318,7 +352,9 @@ def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
         elif not step <= batch.step <= step + 1:
             kind = "lost" if batch.step > step + 1 else "out of order"
             yield LedgerFault(kind, batch.step, f"step {batch.step:,} follows step {step:,}")
-        step, number, place = batch.step, batch.number_of_pass, batch.place
+        step = batch.step
+        if batch.place != NO_BATCH:
+            number, place = batch.number_of_pass, batch.place
 
 
 def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LedgerFault]:

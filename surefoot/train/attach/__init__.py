@@ -129,10 +129,15 @@ class AttachedLoop:
         """Save a checkpoint now, after a finished step; for a loop that chooses the moment."""
         self._record.save()
 
-    def batches(self) -> Iterator[Any]:
-        """Yield the batches of one epoch, unchanged; resumes in mid-epoch after a restart."""
+    def batches(self, *, ahead: int | None = None) -> Iterator[Any]:
+        """Yield the batches of one epoch, unchanged; resumes in mid-epoch after a restart.
+
+        `ahead` is the number of batches that the loop reads ahead of the step it trains: 1 for a
+        loop that looks for the last batch, the depth of a prefetcher. After a restart, the batches
+        that were read ahead are yielded again. Raises InputError if it is not a number of batches.
+        """
         record = self._record
-        batches = record.begin_pass()
+        batches = record.begin_pass(ahead)
         while True:
             record.between_steps()
             asked_ns = record.clock.switch(DATA)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,9 @@ def length_of(data: Iterable[Any]) -> int | None:
         return len(data)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def find_script() -> str | None:
+    """Return the running script as `file.py:`; None in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return f"{file}:" if file is not None and file.endswith(".py") else None

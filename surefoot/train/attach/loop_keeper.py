@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from surefoot.components.data.sources.batch_digest import (
     digest_of_content,
 )
 from surefoot.components.data.sources.watched import OF_LOADER, ObservedLoader, name_states
+from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
@@ -35,6 +39,7 @@ from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import can_save_position
 from surefoot.train.attach.loop_ranks import SaveTimer
+from surefoot.train.attach.read_ahead import PendingBatches, make_resume_fault
 from surefoot.train.attach.read_states import ReadStates, describe_too_many
 from surefoot.train.quiet import read_streams
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
@@ -108,6 +113,14 @@ class LoopKeeper:
         # index of the current epoch, from 0; an epoch that was left early counts
         self.pass_number = -1
         self._is_between = False  # two passes
+        # the random states and the state of the data before each read ahead, newest last
+        self._read_states: deque[Mapping[str, Any]] = deque(maxlen=0)
+        self._before_read: Mapping[str, Any] = {}
+        # what is yielded again after a resume: the batches that were read ahead, and their states
+        self._to_yield_again: list[Mapping[str, Any]] = []
+        self._again: deque[tuple[int, int, tuple[int, ...]]] = deque()
+        self._again_states: deque[Mapping[str, Any]] = deque()
+        self._excess = 0  # batches that the loop may have read ahead without declaring it
 
     # ---- resume
 
@@ -135,6 +148,8 @@ class LoopKeeper:
             self._own_now = name_states(loop.get("own_now") or self._pass_random.get("own", ()))
             self._content_before, self._saved_reads = loop.get("content"), loop.get("reads")
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
+            self._to_yield_again = list(loop.get("in_hand", ()))
+            self._excess = int(loop.get("excess", 0))
         self._wanted = checkpoint.random_states()
         if data is not None:
             self._data.load_state_dict(data)  # type: ignore[attr-defined]
@@ -178,17 +193,21 @@ class LoopKeeper:
     @property
     def first_batch(self) -> int:
         """Index in its epoch of the batch at which the loop resumes."""
-        return 0 if self._is_between else self.position
+        return 0 if self._is_between else self.position - len(self._to_yield_again)
 
     def describe_position(self) -> tuple[str, ...]:
         """Return a message on the batch in mid-epoch at which the loop resumes."""
         if not self.first_batch:
             return ()
         told = (
-            f"epoch {self.pass_number} resumes at batch {self.position}: a loop that counts the "
+            f"epoch {self.pass_number} resumes at batch {self.first_batch}: a loop that counts the "
             "batches of an epoch uses enumerate(run.batches(), run.first_batch)"
         )
         return (told,)
+
+    def find_read_ahead(self, step: int) -> list[GuardFault]:
+        """Return a fault if the resumed loop may have read ahead without declaring it."""
+        return [make_resume_fault(step, self._excess)] if self._excess else []
 
     _saves_itself = False
     lost_commits = ""  # what `resume` did not find, in words
@@ -211,6 +230,7 @@ class LoopKeeper:
             self._restore_generators(self._own_now)
             wanted = None
         self._is_between = False
+        in_hand, self._to_yield_again = self._to_yield_again, []
         if wanted is None:
             self.position, self.seen, self._read_states = 0, PassDigest(), ReadStates()
             self.pass_number += 1
@@ -220,23 +240,34 @@ class LoopKeeper:
             checkpoint.restore_random(wanted)
             self.seen = self._before or PassDigest()
             batches = self._watched.iterate()
-            self._restore_generators(
-                {
-                    name: each
-                    for name, each in self._own_now.items()
-                    if not name.startswith(OF_LOADER)
-                }
-            )
-            return batches
+            own = {
+                name: each for name, each in self._own_now.items() if not name.startswith(OF_LOADER)
+            }
+            self._restore_generators(own)
+            held = [
+                self._read_again(batches, state, self.position - len(in_hand) + number)
+                for number, state in enumerate(in_hand)
+            ]
+            if held:
+                checkpoint.restore_random(wanted)
+                self._restore_generators(own)
+            return itertools.chain(held, batches)
         self._restore(self._pass_random)
         self._watched.start_sampler_at(self._sampler)
         self._read_states = ReadStates(self._saved_reads, self.position)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
         self.position, draws = 0, False
-        for number in range(position):  # what was read before is read once more, and dropped
+        for number in range(
+            position - len(in_hand)
+        ):  # what was read before is read once more, and dropped
             before = read_streams()
             self.take(next(batches, None))
             draws |= number > 0 and before != read_streams()
+        held = []
+        for state in in_hand:
+            before = read_streams()
+            held.append(self._read_again(batches, state, self.position))
+            draws |= before != read_streams()
         if self._before is not None and self._before.count == position:
             # data that draw from the global streams depend on what the loop drew in between
             knows_draws = self._draws_late and self._read_states.is_complete
@@ -249,7 +280,23 @@ class LoopKeeper:
             self.difference = self.difference or describe_too_many()
         checkpoint.restore_random(wanted)
         self._restore_generators(self._own_now)
-        return batches
+        return itertools.chain(held, batches)
+
+    def _read_again(self, batches: Iterator[Any], state: Mapping[str, Any], place: int) -> Any:
+        """Return the next batch, which had been read ahead, read with the states of that time."""
+        states = state["random"]
+        if self._saves_itself:
+            own = {n: each for n, each in states["own"].items() if not n.startswith(OF_LOADER)}
+            states = {**states, "own": own}
+        self._restore(states)
+        self._again_states.append({**state, "data": self._find_data_state()})
+        batch = next(batches, None)
+        if self._saves_itself:  # its position and digest are already counted
+            ids = self._watched.record(batch, PassDigest())
+        else:
+            ids = self.take(batch)
+        self._again.append((self.pass_number, place, ids))
+        return batch
 
     # between what was read again to resume and what was read before
     difference: ReadingDifference | None = None
@@ -263,6 +310,32 @@ class LoopKeeper:
         """Count a batch that was read; return its sample ids, or its digest as four numbers."""
         self.position += 1
         return self._watched.record(batch, self.seen)
+
+    def before_read(self, ahead: int) -> None:
+        """Note the states before the next read, if a checkpoint may need them to repeat it."""
+        if self._read_states.maxlen != ahead:
+            self._read_states = deque(self._read_states, maxlen=ahead)
+        if ahead and not self._again:
+            self._before_read = {"random": self._random(), "data": self._find_data_state()}
+
+    def _find_data_state(self) -> Any:
+        """Return a copy of the state of data that save their position; None for others."""
+        return (
+            copy.deepcopy(self._data.state_dict())  # type: ignore[attr-defined]
+            if can_save_position(self._data)
+            else None
+        )
+
+    def take_next(self, batch: Any) -> tuple[int, int, tuple[int, ...]]:
+        """Count a batch that the loop was given; return its epoch, its index there and its ids."""
+        if self._again:
+            self._read_states.append(self._again_states.popleft())
+            read = self._again.popleft()
+            self._watched.num_drawn = len(read[2]) or None if self._watched.knows_samples else None
+            return read
+        self._read_states.append(self._before_read)
+        place = self.position
+        return self.pass_number, place, self.take(batch)
 
     def _compare_first(self) -> None:
         """Between two epochs, read the last one's first batch again and compare the two reads."""
@@ -281,10 +354,16 @@ class LoopKeeper:
             self._watched.begin_pass()
             return
 
-    def end_pass(self) -> None:
-        """Record the end of an epoch: a checkpoint saved now resumes with the next one."""
+    def end_pass(self) -> bool:
+        """Record the end of an epoch, once: a checkpoint saved now resumes with the next one.
+
+        Returns whether the epoch had not been recorded before.
+        """
+        if self._is_between:
+            return False
         self._last_random = self._pass_random
         self.position, self._is_between, self._pass_random = 0, True, self._random()
+        return True
 
     def _random(self) -> dict[str, Any]:
         """Return the current random states, from which an epoch draws its order."""
@@ -358,11 +437,11 @@ class LoopKeeper:
         return told
 
     def save(
-        self, step: int, counters: Mapping[str, Any], data_state: Any
+        self, step: int, counters: Mapping[str, Any], pending: PendingBatches
     ) -> tuple[Manifest, float]:
         """Save a checkpoint of the loop after `step`; return its manifest and the seconds taken.
 
-        Raises StorageError.
+        The loop holds the `pending` batches. Raises StorageError.
         """
         started_s = self._last_s = time.monotonic()
         is_regular, self._is_regular = self._is_regular, False
@@ -373,8 +452,12 @@ class LoopKeeper:
         stamp = Stamp(
             generation=self._lock.generation, spec_id="attached", environment=environment.versions()
         )
+        in_hand = list(self._read_states)[len(self._read_states) - pending.num_in_hand :]
+        data_state = in_hand[0]["data"] if in_hand else self._find_data_state()
         loop = {
             **counters,
+            "in_hand": [{"random": state["random"]} for state in in_hand],
+            "excess": pending.find_excess() if self.first_batch else 0,
             "position": self.position,
             "pass_number": self.pass_number,
             "is_between": self._is_between,

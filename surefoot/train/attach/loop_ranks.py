@@ -24,7 +24,7 @@ from surefoot.components import checkpoint
 from surefoot.components.checkpoint import MODEL, Commit, Content, Stamp
 from surefoot.components.observe.journal import Journal
 from surefoot.contract import commits, digest, events
-from surefoot.contract.loop_ledger import LoopGuarantee, LoopLedger
+from surefoot.contract.loop_ledger import NO_BATCH, LoopGuarantee, LoopLedger
 from surefoot.contract.manifest import Manifest, name_of_rank
 from surefoot.contract.run_folder import files
 from surefoot.contract.runlock import RunLock
@@ -255,6 +255,18 @@ class RankedLedger:
             self._file.add(step, number_of_pass, place, ids)
         else:
             self._rows.append((step, number_of_pass, place, ids))
+
+    def add_step(
+        self, step: int, number_of_pass: int, batches: Sequence[tuple[int, int, tuple[int, ...]]]
+    ) -> None:
+        """Add the batches of `step`, or a row which records that it had none.
+
+        A step before the first epoch has no row.
+        """
+        for batch in batches:
+            self.add(step, *batch)
+        if not batches and number_of_pass >= 0:
+            self.add(step, number_of_pass, NO_BATCH, ())
 
     def take_rows(self) -> list[Row]:
         """Return the rows of this rank since the last save."""

@@ -32,14 +32,15 @@ from surefoot.train import environment, folder
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import (
     as_loss,
-    can_save_position,
     describe_changes,
     find_guarantee,
+    find_script,
     given_settings,
     length_of,
 )
 from surefoot.train.attach.loop_keeper import LoopKeeper
 from surefoot.train.attach.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
+from surefoot.train.attach.read_ahead import PendingBatches, ReadBatch
 from surefoot.train.failure import blame
 from surefoot.train.record.noticed.unheld import UnheldObjects
 from surefoot.train.record.scores import timing_rows
@@ -74,10 +75,9 @@ class LoopRecord:
         self._loss: float | None = None
         self._journal: Journal | NoJournal
         self._waiting_s = self._training_s = 0.0
-        self._num_batches = self._num_passes = self._unreported = self.first_batch = 0
+        self._num_batches = self._num_passes = self.first_batch = 0
         self._watched = ObservedLoader(data)
-        # (pass, place, samples) of the batches since the last step
-        self._unstepped: list[tuple[int, int, tuple[int, ...]]] = []
+        self._pending = PendingBatches()
         self._lent = in_place.InPlaceWriteCheck(data)
         self._is_inside = self._is_over = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
@@ -88,7 +88,7 @@ class LoopRecord:
         self.started_s = time.perf_counter()
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
-        program = Program.of(_script(), model)
+        program = Program.of(find_script(), model)
         self._given = given_settings(objects, data)
         choice = functools.partial(
             folder.choose,
@@ -123,6 +123,7 @@ class LoopRecord:
         for fault in (
             *(Guard.damaged_log(self.step, line) for line in chosen.damaged),
             *([Guard.lost_commit(self.step, lost)] if lost else []),
+            *self._keeper.find_read_ahead(self.step),
         ):
             self._report(fault)
         self._stop_listening = self.clock.listen_to_collections()
@@ -191,7 +192,9 @@ class LoopRecord:
 
     # ---- while the loop runs
 
-    def begin_pass(self) -> Iterator[Any]:
+    def begin_pass(self, ahead: int | None) -> Iterator[Any]:
+        self._end_epoch(is_over=self._pending.is_ending)
+        self._pending.begin_epoch(ahead)
         self._is_inside, self.first_batch = True, 0
         self._unheld.begin()
         # what the loop did between two passes is no part of a step's rate
@@ -211,14 +214,11 @@ class LoopRecord:
         """Save if due, and warn of batches changed in place, before the next batch is read."""
         if self._lent.was_data_changed():
             what = in_place.describe("the loop")
-            self._console.warn(f"{what}; {in_place.HINT}")
-            self._write(
-                environment.fault(
-                    self.generation, GuardFault(self.step, "changed-data", in_place.HINT, what)
-                )
-            )
-        if self.step > self._saved_step and not self._unstepped and self._keeper.is_due(self.step):
+            self._report(GuardFault(self.step, "changed-data", in_place.HINT, what))
+        is_between = self._pending.is_between_steps(self._keeper.pass_number)
+        if self.step > self._saved_step and is_between and self._keeper.is_due(self.step):
             self.save()
+        self._keeper.before_read(self._pending.ahead)
 
     def save(self) -> None:
         """Save a checkpoint; a storage error cancels this save and never stops the loop."""
@@ -228,16 +228,15 @@ class LoopRecord:
         counters = {
             "step": self.step,
             "num_samples": self.num_samples,
-            "num_batches": self._num_batches,
+            "num_batches": self._num_batches - self._pending.num_in_hand,
             "num_passes": self._num_passes,
             "given": self._given,
             "training_s": self._training_s,
         }
         try:
-            data_state = self._data.state_dict() if can_save_position(self._data) else None  # type: ignore[attr-defined]
             with self.clock.within(CHECKPOINT):
                 prepare_save(self._group, self.step, self._ledger, self._lock, self._journal.sync)
-                made, elapsed_s = self._keeper.save(self.step, counters, data_state)
+                made, elapsed_s = self._keeper.save(self.step, counters, self._pending)
         except StorageError as error:
             if self._group.is_first:  # to which those of the others came
                 self._console.warn(f"{error.message}; the loop continues")
@@ -273,15 +272,20 @@ class LoopRecord:
         self._waiting_s += waited_s
         self._lent.lend(batch)
         self._num_batches += 1
-        position = self._keeper.position
-        self._unstepped.append((self._keeper.pass_number, position, self._keeper.take(batch)))
-        self._unreported += self._watched.num_drawn or size_of(batch) or 0
+        read = self._keeper.take_next(batch)
+        num_samples = self._watched.num_drawn or size_of(batch) or 0
+        self._pending.add(ReadBatch(*read, num_samples))
 
     def end_pass(self) -> None:
         self._is_inside = False
-        self._num_passes += 1
-        self._keeper.end_pass()
+        self._pending.end_epoch()
+        self._end_epoch(is_over=self._pending.is_last_step_done)
         self._close_window()
+
+    def _end_epoch(self, *, is_over: bool) -> None:
+        """Count the epoch, after the steps on batches that were read ahead."""
+        if is_over and self._keeper.end_pass():
+            self._num_passes += 1
 
     @property
     def _epoch(self) -> float:
@@ -300,13 +304,16 @@ class LoopRecord:
         if self._is_unrecorded():
             return
         value = as_loss(loss)
-        count = self._unreported if num_samples is None else num_samples
+        taken = self._pending.take()
+        read = sum(batch.num_samples for batch in taken)
+        count = read if num_samples is None else num_samples
         weight = count or 1  # a loop that reads its data past batches() still has a mean
         self.step += 1
         self.clock.end_step(self.step)
-        for batch in self._unstepped:
-            self._ledger.add(self.step, *batch)
-        self._unstepped.clear()
+        self._ledger.add_step(self.step, self._keeper.pass_number, [each[:3] for each in taken])
+        self._end_epoch(is_over=self._pending.is_last_step_done)
+        if (fault := self._pending.find_fault(self.step, len(taken))) is not None:
+            self._report(fault)
         self.num_samples += count
         rate = learning_rate_of(self._optimizers[0].param_groups[0])
         report = StepReport(
@@ -320,7 +327,7 @@ class LoopRecord:
             waiting_s=self._waiting_s,
         )
         self._meter.add(report)
-        self._waiting_s, self._unreported = 0.0, 0
+        self._waiting_s = 0.0
         if self.step % self._every == 0 or self.step == 1:
             self._close_window()
 
@@ -488,9 +495,3 @@ class LoopRecord:
         self._journal.abandon()
         self._lock.release()
         atexit.unregister(self.end_with_process)
-
-
-def _script() -> str | None:
-    """Return the running script as `file.py:`; None in a notebook."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return f"{file}:" if file is not None and file.endswith(".py") else None
