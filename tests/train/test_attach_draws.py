@@ -169,5 +169,5 @@ def test_nothing_is_kept_where_the_order_follows_from_the_start_of_the_epoch(
     for batch in run.batches():
         torch.rand(3)
         run.step_done(model(batch).mean())
-    assert run._record._keeper._read_states.as_state()["streams"] == {}
+    assert run._record._keeper._stream_states.as_state()["streams"] == {}
     run.close()

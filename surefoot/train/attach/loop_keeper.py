@@ -105,7 +105,7 @@ class LoopKeeper:
         self._own_now: Mapping[str, Any] = {}
         self._before: PassDigest | None = None  # of the pass that is resumed, as it was
         self.seen = PassDigest()  # the batches of this pass
-        self._read_states, self._saved_reads, self._told_reads = ReadStates(), None, False
+        self._stream_states, self._saved_reads, self._told_reads = ReadStates(), None, False
         self._draws_late = data.draws_late and not can_save_position(self._data)
         # random states to restore after the loader has reached the saved position
         self._wanted: Mapping[str, Any] | None = None
@@ -232,7 +232,7 @@ class LoopKeeper:
         self._is_between = False
         in_hand, self._to_yield_again = self._to_yield_again, []
         if wanted is None:
-            self.position, self.seen, self._read_states = 0, PassDigest(), ReadStates()
+            self.position, self.seen, self._stream_states = 0, PassDigest(), ReadStates()
             self.pass_number += 1
             self._pass_random = self._random()
             return self._iterate()
@@ -254,7 +254,7 @@ class LoopKeeper:
             return itertools.chain(held, batches)
         self._restore(self._pass_random)
         self._watched.start_sampler_at(self._sampler)
-        self._read_states = ReadStates(self._saved_reads, self.position)
+        self._stream_states = ReadStates(self._saved_reads, self.position)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
         self.position, draws = 0, False
         for number in range(
@@ -270,13 +270,13 @@ class LoopKeeper:
             draws |= before != read_streams()
         if self._before is not None and self._before.count == position:
             # data that draw from the global streams depend on what the loop drew in between
-            knows_draws = self._draws_late and self._read_states.is_complete
+            knows_draws = self._draws_late and self._stream_states.is_complete
             self.difference = self.seen.compare(
                 self._before,
                 knows_samples=self._watched.knows_samples,
                 values=knows_draws or not draws,
             )
-        if draws and self._read_states.is_over_limit:
+        if draws and self._stream_states.is_over_limit:
             self.difference = self.difference or describe_too_many()
         checkpoint.restore_random(wanted)
         self._restore_generators(self._own_now)
@@ -304,7 +304,7 @@ class LoopKeeper:
     def _iterate(self) -> Iterator[Any]:
         self._watched.before_iteration(is_first=self.pass_number == 0)
         batches = self._watched.iterate()
-        return self._read_states.watch(batches) if self._draws_late else batches
+        return self._stream_states.watch(batches) if self._draws_late else batches
 
     def take(self, batch: Any) -> tuple[int, ...]:
         """Count a batch that was read; return its sample ids, or its digest as four numbers."""
@@ -431,7 +431,7 @@ class LoopKeeper:
         told = [
             f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)
         ]
-        if self._read_states.is_over_limit and not self._told_reads:
+        if self._stream_states.is_over_limit and not self._told_reads:
             self._told_reads, (what, hint, _) = True, describe_too_many()
             told.append(f"{what}; {hint}")
         return told
@@ -465,7 +465,7 @@ class LoopKeeper:
             "last_random": self._last_random,
             "sampler": self._watched.sampler_start(),
             "seen": self.seen.as_state(),
-            "reads": self._read_states.as_state(),
+            "reads": self._stream_states.as_state(),
             "content": self._content,
             "own_now": self._generator_states(),
             "inner_optimizers": self._inner.state(),

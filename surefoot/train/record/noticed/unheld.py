@@ -153,7 +153,7 @@ class UnheldObjects:
         inside = {
             part for each in found.values() for part in _with_parts([each]) if part != id(each)
         }
-        known = {id(each): name for name, each in reversed(names.items())}
+        known = {id(each): name for name, each in reversed(list(names.items()))}
         lines = []
         for number, each in found.items():
             if number in inside or number in self._held:
