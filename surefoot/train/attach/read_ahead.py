@@ -152,8 +152,8 @@ def make_resume_fault(step: int, excess: int) -> GuardFault:
         FAULT,
         f"{make_hint(excess)}, or over run.batches(ahead=0) if it does not read ahead",
         f"the first step of the epoch read {count_batches(excess)} more than each later step: if "
-        f"the loop reads ahead of its steps, {count_batches(excess)} were read before step "
-        f"{step:,} ended, and no step trains on them now",
+        f"the loop reads ahead of its steps, it had read {count_batches(excess)} beyond step "
+        f"{step:,} at the save, on which no step trains now",
     )
 
 

@@ -14,17 +14,21 @@ from surefoot.runtime.attributes.values import Aliases, memory_of, sign
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.record.noticed.moved_outside import walk
 
-DEPTH = 2  # of a search below variables: an attribute of an attribute, an entry of such a dict
-MAX_PARTS = 100  # of one list or dict that are looked at
 NUM_READ = 4096  # values of one tensor that are read: an update of a network changes most of them
 NO_ALIASES = Aliases.of_tensors({})
 
 
 @final
 class ModuleWatch:
-    """Modules with their weights at the start of the loop; a frozen teacher keeps them."""
+    """Modules with their weights at the start of the loop; a frozen teacher keeps them.
 
-    def __init__(self) -> None:
+    Args:
+        depth: Depth of the search for modules below the variables.
+        max_parts: Entries of one list or dict that are looked at.
+    """
+
+    def __init__(self, depth: int, max_parts: int) -> None:
+        self._limits = depth, max_parts
         # the weights are None until `begin`
         self._watched: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
 
@@ -32,7 +36,7 @@ class ModuleWatch:
         """Add the modules below `roots`, the variables, that share no tensor with `held`."""
         found = [
             (name, each)
-            for name, each in walk(roots, DEPTH, MAX_PARTS)
+            for name, each in walk(roots, *self._limits)
             if isinstance(each, nn.Module) and _tensors_of(each)
         ]
         if not found:

@@ -23,8 +23,6 @@ from surefoot.runtime.attributes.values import parts_of
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.noticed.attribute_notes import OptimizerAttributes, optimizers_in
-from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
-from surefoot.train.record.noticed.module_watch import DEPTH, MAX_PARTS, ModuleWatch
 from surefoot.train.record.noticed.moved_outside import walk
 
 LOST = "no checkpoint holds the state of {name} ({kind}), so a resumed {what} starts with a new one"
@@ -46,6 +44,8 @@ UNTRAINED = (
 )
 UNLESS = "; a copy that never changes need not be saved"
 CHANGED = "; a copy that the loop writes anew before each use need not be saved"
+DEPTH = 2  # of a search below variables: an attribute of an attribute, an entry of such a dict
+MAX_PARTS = 100  # of one list or dict that are looked at
 NUM_SOUGHT = 8  # parameters of the model whose optimizers are searched for
 
 
@@ -53,9 +53,13 @@ class UnheldObjects:
     """Search for objects with a state that an attached loop did not pass to `attach`."""
 
     def __init__(self, objects: Mapping[str, Any], optimizers: Sequence[Any], data: Any) -> None:
+        # not loaded by a run, which has no loop
+        from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
+        from surefoot.train.record.noticed.module_watch import ModuleWatch
+
         self._model: nn.Module = objects["model"]
         self._objects, self._optimizers = objects, optimizers
-        self._modules, self._rates = ModuleWatch(), list[Any]()
+        self._modules, self._rates = ModuleWatch(DEPTH, MAX_PARTS), list[Any]()
         self._has_looked = False  # since attach
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         self._held = _with_parts([*objects.values(), data, *parts, *_find_inner(optimizers)])
