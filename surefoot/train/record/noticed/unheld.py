@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import re
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import FrameType
@@ -46,6 +48,7 @@ UNLESS = "; a copy that never changes need not be saved"
 CHANGED = "; a copy that the loop writes anew before each use need not be saved"
 DEPTH = 2  # of a search below variables: an attribute of an attribute, an entry of such a dict
 MAX_PARTS = 100  # of one list or dict that are looked at
+SEARCH_SHARE = 100  # times as long as a search took are between two of them
 NUM_SOUGHT = 8  # parameters of the model whose optimizers are searched for
 
 
@@ -61,6 +64,9 @@ class UnheldObjects:
         self._objects, self._optimizers = objects, optimizers
         self._modules, self._rates = ModuleWatch(DEPTH, MAX_PARTS), list[Any]()
         self._has_looked = False  # since attach
+        self._signs: list[Any] = []  # of the state of each of the loop's optimizers
+        # the end of the last search of the memory, and the seconds that it took
+        self._searched_s, self._took_s, self._num_calls = -math.inf, 0.0, 0
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
         self._held = _with_parts([*objects.values(), data, *parts, *_find_inner(optimizers)])
         self._generators = UnheldGenerators(
@@ -129,25 +135,28 @@ class UnheldObjects:
     def find_since_attach(self) -> list[str]:
         """Return a warning, once each, on what the loop has made or changed since `attach`.
 
-        The variables of the script are searched in the first call, schedulers also in each call
-        before which the groups of an optimizer have changed.
+        The variables of the script are searched in the first call, schedulers also in a call before
+        which the groups of an optimizer have changed. The memory is searched in each call before
+        which an optimizer with a state made no step, and in calls 1, 2, 4, 8 and so on; in others
+        only as often as takes 1 % of the time.
         """
+        is_idle = self._has_idle_optimizer()
+        is_due = self._is_search_due()
         if not self._has_looked:
             self._has_looked = True
             before = self._states
             lines = self.find()
             self._modules.begin()
             self._states = before
-        elif (rates := self._read_rates()) != self._rates:
-            self._rates = rates
+        elif (rates := self._read_rates()) != self._rates and (is_due or not self._has_changed):
+            self._rates, self._has_changed = rates, True
             lines = self._describe_new({id(each): each for each in self._schedulers()}, {})
         else:
             lines = []
         changed = self._modules.find_changed()
         lines += [_describe(module, name, CHANGED) for name, module in changed]
-        new = [
-            each for each in self._others() if _sign_state(each) != self._states.get(id(each), ())
-        ]
+        others = self._others() if is_idle or is_due else []
+        new = [each for each in others if _sign_state(each) != self._states.get(id(each), ())]
         self._held.update(id(each) for each in new)
         lines += [REPLACED.format(kind=type(each).__name__) for each in new]
         told, self._lines = self._lines, self._lines | set(lines)
@@ -188,8 +197,28 @@ class UnheldObjects:
             for group in optimizer.param_groups
         ]
 
+    _has_changed = False  # whether the groups of an optimizer have changed since `attach`
+
+    def _has_idle_optimizer(self) -> bool:
+        """Return whether an optimizer with a state made no step since the last call."""
+        signs, before = [_sign_state(each) for each in self._optimizers], self._signs
+        self._signs = signs
+        return any(now and now == was for now, was in zip(signs, before, strict=False))
+
+    def _is_search_due(self) -> bool:
+        self._num_calls += 1
+        is_early = self._num_calls & (self._num_calls - 1) == 0
+        return is_early or time.monotonic() - self._searched_s >= SEARCH_SHARE * self._took_s
+
     def _others(self) -> list[Optimizer]:
         """Return the optimizers with a state for the model's parameters that no object holds."""
+        started_s = time.monotonic()
+        found = self._find_others()
+        self._searched_s = time.monotonic()
+        self._took_s = self._searched_s - started_s
+        return found
+
+    def _find_others(self) -> list[Optimizer]:
         trained = [each for each in self._model.parameters() if each.requires_grad]
         if not trained:
             return []
