@@ -421,23 +421,24 @@ def consumed(rows: Iterable[Entry]) -> tuple[list[Entry], int]:
     return kept, overruled
 
 
-def find_other_data(run: Path) -> list[LedgerFault]:
+def read_faults(run: Path) -> list[events.Fault]:
+    """Return the faults in the log of a run; none for a folder without a log."""
+    if not (run / events.FILE).is_file():
+        return []
+    return [each for each in events.read(run, events.Fault) if isinstance(each, events.Fault)]
+
+
+def find_other_data(faults: Iterable[events.Fault]) -> list[LedgerFault]:
     """Return a fault for each resume at which the log records data that differ from those before.
 
     The ledger holds numbers of samples; what they stand for has changed.
     """
-    if not (run / events.FILE).is_file():
-        return []
-    found = (
-        each
-        for each in events.read(run, events.Fault)
-        if isinstance(each, events.Fault) and each.fault == "other-data"
-    )
     return [
         LedgerFault(
             "other data",
             each.step,
             f"attempt {each.generation} resumed after step {each.step:,}: {each.detail}",
         )
-        for each in found
+        for each in faults
+        if each.fault == "other-data"
     ]

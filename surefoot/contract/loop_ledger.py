@@ -30,6 +30,7 @@ from surefoot.contract.ledger import (
     LedgerFault,
     consumed,
     find_other_data,
+    read_faults,
 )
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import RunFolderError
@@ -221,6 +222,7 @@ def check(run: Path) -> LoopConsumed:
     kept, overruled = consumed(rows)
     batches = [row for row in kept if row.place != NO_BATCH]
     num_compared, others = _read_again(rows, batches)
+    recorded = read_faults(run)
     return LoopConsumed(
         promise=promise,
         last=kept[-1].step if kept else 0,
@@ -235,24 +237,18 @@ def check(run: Path) -> LoopConsumed:
             *_places(kept),
             *_samples(batches, promise),
             *others,
-            *find_other_data(run),
-            *_find_read_ahead(run, batches),
+            *find_other_data(recorded),
+            *_find_read_ahead(recorded, batches),
         ),
     )
 
 
-def _find_read_ahead(run: Path, batches: Sequence[Batch]) -> list[LedgerFault]:
+def _find_read_ahead(faults: Sequence[events.Fault], batches: Sequence[Batch]) -> list[LedgerFault]:
     """Return a fault for each resume in mid-epoch of a loop that read ahead without declaring it.
 
     Such a resume leaves out or repeats batches, and the ledger holds what was read.
     """
-    if not (run / events.FILE).is_file():
-        return []
-    noticed = {
-        each.generation
-        for each in events.read(run, events.Fault)
-        if isinstance(each, events.Fault) and each.fault == "read-ahead"
-    }
+    noticed = {each.generation for each in faults if each.fault == "read-ahead"}
     return [
         LedgerFault(
             "read ahead",

@@ -69,7 +69,7 @@ def check(run: Path) -> ConsumedCheck:
         *_order(rows, after),
         *_find_missing_end(run, kept, after),
         *_other_samples(feed, rows),
-        *ledger.find_other_data(run),
+        *ledger.find_other_data(ledger.read_faults(run)),
     ]
     steps = {row.step for row in kept}
     samples = _samples(feed, steps)

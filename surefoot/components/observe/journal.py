@@ -96,15 +96,9 @@ class Journal:
         """Write all buffered lines or none of them; return the error if the disk refuses them."""
         if not self._held:
             return None
-        written = 0
         try:
-            # after a partial write the next one raises the reason: a full disk, or a limit
-            while written < len(self._held):
-                written += os.write(self._descriptor, self._held[written:])
+            files.append_whole(self._descriptor, self._held)
         except OSError as error:
-            # cut a partial write off, so that the next record starts a new line
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
             return error
         self._held = b""
         return None

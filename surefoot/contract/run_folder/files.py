@@ -121,6 +121,20 @@ def cut_torn_line(descriptor: int) -> None:
         os.ftruncate(descriptor, end)
 
 
+def append_whole(descriptor: int, data: bytes) -> None:
+    """Write `data` at the end of a log, all of it or nothing. Raises OSError."""
+    written = 0
+    try:
+        # after a partial write the next one raises the reason: a full disk, or a limit
+        while written < len(data):
+            written += os.write(descriptor, data[written:])
+    except OSError:
+        # cut a partial write off, so that the next record starts a new line
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
+        raise
+
+
 def open_file(folder: Path, name: str) -> BinaryIO:
     """Open the file `name` below `folder` for reading bytes.
 

@@ -96,7 +96,7 @@ def _append(run: Path, line: bytes) -> None:
         files.cut_torn_line(descriptor)
         size = os.fstat(descriptor).st_size
         try:
-            os.write(descriptor, line)
+            files.append_whole(descriptor, line)
             os.fsync(descriptor)
         except OSError as error:
             os.ftruncate(descriptor, size)

@@ -114,7 +114,7 @@ class LoopKeeper:
         self.pass_number = -1
         self._is_between = False  # two passes
         # the random states and the state of the data before each read ahead, newest last
-        self._read_states: deque[Mapping[str, Any]] = deque(maxlen=0)
+        self._states_ahead: deque[Mapping[str, Any]] = deque(maxlen=0)
         self._before_read: Mapping[str, Any] = {}
         # what is yielded again after a resume: the batches that were read ahead, and their states
         self._to_yield_again: list[Mapping[str, Any]] = []
@@ -257,9 +257,8 @@ class LoopKeeper:
         self._stream_states = ReadStates(self._saved_reads, self.position)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
         self.position, draws = 0, False
-        for number in range(
-            position - len(in_hand)
-        ):  # what was read before is read once more, and dropped
+        # what was trained on is read once more, and dropped
+        for number in range(position - len(in_hand)):
             before = read_streams()
             self.take(next(batches, None))
             draws |= number > 0 and before != read_streams()
@@ -313,8 +312,8 @@ class LoopKeeper:
 
     def before_read(self, ahead: int) -> None:
         """Note the states before the next read, if a checkpoint may need them to repeat it."""
-        if self._read_states.maxlen != ahead:
-            self._read_states = deque(self._read_states, maxlen=ahead)
+        if self._states_ahead.maxlen != ahead:
+            self._states_ahead = deque(self._states_ahead, maxlen=ahead)
         if ahead and not self._again:
             self._before_read = {"random": self._random(), "data": self._find_data_state()}
 
@@ -329,11 +328,11 @@ class LoopKeeper:
     def take_next(self, batch: Any) -> tuple[int, int, tuple[int, ...]]:
         """Count a batch that the loop was given; return its epoch, its index there and its ids."""
         if self._again:
-            self._read_states.append(self._again_states.popleft())
+            self._states_ahead.append(self._again_states.popleft())
             read = self._again.popleft()
             self._watched.num_drawn = len(read[2]) or None if self._watched.knows_samples else None
             return read
-        self._read_states.append(self._before_read)
+        self._states_ahead.append(self._before_read)
         place = self.position
         return self.pass_number, place, self.take(batch)
 
@@ -452,7 +451,7 @@ class LoopKeeper:
         stamp = Stamp(
             generation=self._lock.generation, spec_id="attached", environment=environment.versions()
         )
-        in_hand = list(self._read_states)[len(self._read_states) - pending.num_in_hand :]
+        in_hand = list(self._states_ahead)[len(self._states_ahead) - pending.num_in_hand :]
         data_state = in_hand[0]["data"] if in_hand else self._find_data_state()
         loop = {
             **counters,

@@ -63,7 +63,7 @@ class UnheldObjects:
         self._model: nn.Module = objects["model"]
         self._objects, self._optimizers = objects, optimizers
         self._modules, self._rates = ModuleWatch(DEPTH, MAX_PARTS), list[Any]()
-        self._has_looked = False  # since attach
+        self._has_changed = False  # whether the groups of an optimizer have, since attach
         self._signs: list[Any] = []  # of the state of each of the loop's optimizers
         # the end of the last search of the memory, and the seconds that it took
         self._searched_s, self._took_s, self._num_calls = -math.inf, 0.0, 0
@@ -140,10 +140,9 @@ class UnheldObjects:
         which an optimizer with a state made no step, and in calls 1, 2, 4, 8 and so on; in others
         only as often as takes 1 % of the time.
         """
-        is_idle = self._has_idle_optimizer()
-        is_due = self._is_search_due()
-        if not self._has_looked:
-            self._has_looked = True
+        self._num_calls += 1
+        is_idle, is_due = self._has_idle_optimizer(), self._is_search_due()
+        if self._num_calls == 1:
             before = self._states
             lines = self.find()
             self._modules.begin()
@@ -197,8 +196,6 @@ class UnheldObjects:
             for group in optimizer.param_groups
         ]
 
-    _has_changed = False  # whether the groups of an optimizer have changed since `attach`
-
     def _has_idle_optimizer(self) -> bool:
         """Return whether an optimizer with a state made no step since the last call."""
         signs, before = [_sign_state(each) for each in self._optimizers], self._signs
@@ -206,7 +203,6 @@ class UnheldObjects:
         return any(now and now == was for now, was in zip(signs, before, strict=False))
 
     def _is_search_due(self) -> bool:
-        self._num_calls += 1
         is_early = self._num_calls & (self._num_calls - 1) == 0
         return is_early or time.monotonic() - self._searched_s >= SEARCH_SHARE * self._took_s
 
