@@ -28,6 +28,7 @@ NUM_THREADS = 2
 MANY_THREADS = 6  # where nothing else runs: while some threads wait for the disk, others hash
 NICE = 10
 DIGITS = re.compile(r"[0-9]{1,18}")  # str.isdigit also takes what int() refuses
+SAVED_WHEN = "a run saves checkpoints at evaluations, every checkpoint.every and at its end"
 SHOWN = 40  # characters of an invalid step in a message
 LENGTH_BYTES = 8  # a safetensors file begins with the length of its header
 BAD, GONE, DRAFT, OLD = ".bad-", ".gone-", ".draft-", ".old-"
@@ -212,10 +213,7 @@ def find_step(run: Path, step: int | str) -> int:
     if not steps and not run.exists():
         raise files.no_run(run, manifest.FOLDER)
     if not steps:
-        raise RunFolderError(
-            f"{run} holds no checkpoint",
-            hint="a run saves checkpoints at evaluations, every checkpoint.every and at its end",
-        )
+        raise RunFolderError(f"{run} holds no checkpoint", hint=SAVED_WHEN)
     if step == "last":
         return steps[-1]
     if step == "best":

@@ -27,6 +27,7 @@ from surefoot.contract.spec import (
 )
 from surefoot.contract.spec.renamed import RENAMED, current_key, warn_renamed, with_new_names
 from surefoot.core.errors import (
+    InputError,
     RunFolderError,
     SpecError,
     TaskError,
@@ -69,7 +70,9 @@ def builtin_names() -> list[str]:
 def read(
     given: str, overrides: Sequence[tuple[str, Any, str]] = (), *, decided: Collection[str] = ()
 ) -> Origin:
-    """Return the spec that `given` names.
+    """Return the spec that `given` names, with the origin of each value.
+
+    The spec is the attribute `spec` of what is returned.
 
     Args:
         given: A TOML file, a built-in task's name, or `file.py:Task`.
@@ -81,6 +84,26 @@ def read(
         SpecError: With file, line and the nearest valid name.
     """
     return _build_spec(_tables_of(given, Path.cwd(), depth=0), overrides, decided=decided)
+
+
+def as_spec(given: RunSpec | Origin | Mapping[str, Any] | str | Path) -> RunSpec:
+    """Return the spec in any of the forms in which a script may give it.
+
+    Raises InputError for a value of another type, SpecError for a spec that is not valid.
+    """
+    match given:
+        case RunSpec():
+            return given
+        case Origin():
+            return given.spec
+        case str() | Path():
+            return read(str(given)).spec
+        case Mapping():
+            return RunSpec.model_validate(dict(given))
+    raise InputError(
+        f"the spec is {given!r}",
+        hint='give a RunSpec, a TOML file, the name of a task, or tables: {"optim": {"lr": 0.1}}',
+    )
 
 
 def read_written(path: Path | str) -> RunSpec:

@@ -17,6 +17,7 @@ from surefoot.components.observe.meter import Meter
 from surefoot.components.profiler.phases import clock as phases
 from surefoot.components.stability.guard import Guard
 from surefoot.contract.spec import RunSpec
+from surefoot.contract.spec_file import Origin, as_spec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import check_not_importing
 from surefoot.core.errors import EXIT_OK, InputError, RunFolderError, StorageError
@@ -42,7 +43,7 @@ class Run:
     """Attempt at a run: `with Run(spec) as run:`, and inside `for report in run.steps(): ...`.
 
     Args:
-        spec: Specification of the run.
+        spec: Specification of the run: a RunSpec, a TOML file, a built-in task's name, or tables.
         task: Task object in place of the task that `[task] use` names.
         folder: Run folder; None for a new one in runs/.
         fresh: Train a new run in a new folder beside `folder`; nothing is deleted.
@@ -58,7 +59,7 @@ class Run:
 
     def __init__(
         self,
-        spec: RunSpec,
+        spec: RunSpec | Origin | Mapping[str, Any] | str | Path,
         task: Any = None,
         *,
         folder: str | Path | None = None,
@@ -68,7 +69,7 @@ class Run:
         quiet: bool = False,
         start: Start | None = None,
     ) -> None:
-        self.spec, self._start = spec, start
+        self.spec, self._start = as_spec(spec), start
         self._given_task, self._wanted = task, RunFolderRequest(folder)
         self._fresh, self._accept = fresh, accept_code_change
         self._accept_data, self._quiet = accept_data, quiet

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from surefoot.contract import events, manifest
+from surefoot.contract.commits import SAVED_WHEN
+from surefoot.train.run import Run
 from tests.cli.conftest import Command
 from tests.cli.resumed_runs import SPEC, STEPS, STOP, snapshot, spec, started, train, trained
 from tests.train.small import write_task
@@ -139,3 +141,53 @@ def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
     answer = surefoot("resume", "empty")
     assert (answer.code, answer.out) == (2, "")
     assert "empty is not a run" in answer.err
+
+
+# ---- stopped early
+
+
+def stop(spec: Path, folder: str, at: int) -> None:
+    with Run(spec, folder=folder, quiet=True) as run:
+        if not at:
+            run.stop("enough")
+        for report in run.steps():
+            if report.step == at:
+                run.stop("enough")
+    assert (run.outcome, run.step) == ("stopped", at)
+
+
+def words_of(hint: str) -> list[str]:
+    """The arguments of the first command of surefoot that a hint names."""
+    return hint.split("surefoot ", 1)[1].split(";")[0].replace("NEW", "new").split()
+
+
+def test_a_stopped_run_is_told_how_it_trains_the_rest_of_its_length_and_that_does(
+    spec: Path, surefoot: Command
+) -> None:
+    stop(spec, "stopped", 2)
+    told = surefoot("resume", "stopped")
+    assert told.code == 0
+    words = words_of(told.err.splitlines()[-1])
+    assert words == ["resume", "stopped", "--fork", "new"]
+    answer = surefoot(*words, "--quiet", "--json")
+    assert (answer.code, answer.row["step"]) == (0, STEPS)
+
+
+def test_a_run_that_was_stopped_before_its_first_step_gets_hints_that_lead_out(
+    spec: Path, surefoot: Command
+) -> None:
+    stop(spec, "stopped", 0)
+    told = surefoot("resume", "stopped")
+    assert told.code == 0
+    assert told.err.splitlines()[-1] == (
+        "hint: to train from step 0: another --run, or train with --fresh"
+    )
+    assert surefoot("train", str(spec), "--run", "stopped", "--fresh", "--quiet").code == 0
+    refused = surefoot("resume", "stopped", "--fork", "again", "--steps", "4")
+    assert refused.code == 2
+    assert refused.err.splitlines()[0] == "error: stopped holds no checkpoint"
+    answer = surefoot(*words_of(refused.err.splitlines()[-1]), "--quiet", "--json")
+    assert (answer.code, answer.row["step"]) == (0, STEPS)
+    for verb in ("check", "list"):
+        without = surefoot("checkpoint", verb, "stopped")
+        assert (without.code, without.err.splitlines()[-1]) == (2, f"hint: {SAVED_WHEN}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,30 @@ def test_a_memory_map_is_read_by_position_without_being_copied(tmp_path: Path) -
 def test_arrays_that_are_no_set_are_refused(arrays: tuple[torch.Tensor, ...]) -> None:
     with pytest.raises(DataError, match=r"Arrays|do not have one length|hold no sample"):
         Arrays(*arrays)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[2, 0], (2, 0), torch.tensor([2, 0]), np.array([2, 0], np.uint8), range(2, -1, -2)],
+    ids=lambda ids: type(ids).__name__,
+)
+def test_samples_are_read_by_any_sequence_of_integers(ids: Any) -> None:
+    assert Arrays(torch.arange(3)).read(ids)[0].tolist() == [2, 0]
+    assert len(Arrays(torch.arange(3)).read(ids[:0])[0]) == 0
+
+
+@pytest.mark.parametrize("ids", [1, [0.5], [True, False, True], [[0, 1]], ["0"]], ids=str)
+def test_what_does_not_number_samples_is_refused(ids: Any) -> None:
+    with pytest.raises(DataError, match="of dtype"):
+        Arrays(torch.arange(3)).read(ids)
+
+
+def test_a_dict_of_arrays_is_told_how_it_is_given() -> None:
+    arrays: Any = {"x": torch.arange(3)}
+    with pytest.raises(DataError) as caught:
+        Arrays(arrays)
+    assert caught.value.hint == "give its arrays by name: Arrays(**arrays)"
+    assert Arrays(**arrays).read(np.array([1]))["x"].tolist() == [1]
 
 
 def test_the_digest_tells_two_sets_apart() -> None:

@@ -9,16 +9,17 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import surefoot
 from surefoot.components import checkpoint
-from surefoot.contract import manifest
+from surefoot.contract import manifest, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import InputError, RunFolderError
 from surefoot.core.place import child_environment
 from surefoot.train.run import Run
 from tests.train.small import (
@@ -387,3 +388,51 @@ def test_the_log_is_on_the_disk_before_anything_is_trained(
             "run.lock",
             "spec.toml",
         ]
+
+
+# ---- how the spec is given
+
+
+def test_a_spec_may_be_given_in_each_form_that_a_script_has(tmp_path: Path) -> None:
+    given = spec(2)
+    file = tmp_path / "small.toml"
+    file.write_text(spec_file.write(given))
+    forms = {
+        "spec": given,
+        "file": file,
+        "name": str(file),
+        "read": surefoot.read_spec(str(file)),
+        "tables": given.as_tables(),
+    }
+    ids = set()
+    for name, form in forms.items():
+        with Run(form, Small(), folder=tmp_path / name, quiet=True) as run:
+            assert [report.step for report in run.steps()] == [1, 2], name
+        ids.add(run.spec.id)
+    assert len(ids) == 1
+
+
+@pytest.mark.parametrize("given", [None, 3, ["digits"], b"digits"])
+def test_what_is_no_spec_is_refused_with_the_forms_that_are(given: Any) -> None:
+    with pytest.raises(InputError) as caught:
+        Run(given, Small())
+    assert caught.value.message == f"the spec is {given!r}"
+    assert "a TOML file" in str(caught.value.hint)
+
+
+# ---- stopped before the first step
+
+
+def stop_at_once(folder: Path) -> Run:
+    with Run(spec(6), Small(), folder=folder, quiet=True) as run:
+        run.stop("enough")
+        assert list(run.steps()) == []
+    return run
+
+
+def test_a_run_that_was_stopped_before_its_first_step_is_opened_as_it_ended(tmp_path: Path) -> None:
+    first = stop_at_once(tmp_path / "run")
+    weights = {name: each.clone() for name, each in first.model.state_dict().items()}
+    again = stop_at_once(tmp_path / "run")
+    assert (again.outcome, again.step, again.cause) == ("stopped", 0, "enough")
+    torch.testing.assert_close(dict(again.model.state_dict()), weights, rtol=0, atol=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract import commits, manifest
+from surefoot.contract import commits, events, manifest
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, RunFolderError
@@ -59,7 +59,8 @@ def check_folder(run: Path) -> None:
         raise files.no_run(run, manifest.FOLDER)
     if not (run / manifest.FOLDER).is_dir():
         raise RunFolderError(
-            f"{run} has no checkpoints: there is no {run / manifest.FOLDER}", hint=COMMIT_HINT
+            f"{run} has no checkpoints: there is no {run / manifest.FOLDER}",
+            hint=commits.SAVED_WHEN if (run / events.FILE).is_file() else COMMIT_HINT,
         )
 
 

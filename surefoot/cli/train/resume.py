@@ -77,7 +77,7 @@ def resume(
     An unfinished run resumes in its folder with its own spec, as if it had not been interrupted.
     With --fork, a new run starts from a checkpoint of the run, and its spec may differ.
     """
-    from surefoot.cli.train.train import finish, tell_finished
+    from surefoot.cli.train.train import finish, lengthen, tell_finished
     from surefoot.contract import events, spec_file
     from surefoot.core.errors import SpecError
     from surefoot.train.resume import changes
@@ -100,8 +100,7 @@ def resume(
     start = _start(run, from_, is_fork=fork is not None or weights_only, weights_only=weights_only)
     if start is None:
         ended = events.find_end(run, before.id)
-        # without more steps nothing is left to train
-        longer = "" if ended is None or steps is not None else f" --steps {2 * max(1, ended.step)}"
+        longer = "" if ended is None or steps is not None else lengthen(ended)
         given = [
             *(part for each in set_ or [] for part in ("--set", each)),
             *([] if steps is None else ["--steps", str(steps)]),

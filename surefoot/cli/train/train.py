@@ -31,6 +31,7 @@ from surefoot.core.errors import EXIT_OK
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from surefoot.contract.events import Ended
     from surefoot.contract.spec import RunSpec
     from surefoot.train.resume.start import Start
     from surefoot.train.run import Run
@@ -145,6 +146,14 @@ def _started_from(run: Path, weights: str) -> bool:
     )
 
 
+def lengthen(ended: Ended) -> str:
+    """Return the option that gives a fork of a run steps to train.
+
+    A run that was stopped early has some left, so its fork needs no option.
+    """
+    return "" if ended.outcome == "stopped" else f" --steps {2 * max(1, ended.step)}"
+
+
 def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
     """Print how the run in `run` ended, if it has this spec and is finished; return whether so."""
     from surefoot.contract import events
@@ -153,19 +162,16 @@ def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
     ended = events.find_end(run, spec.id)
     if ended is None or place.here().rank:
         return ended is not None
-    longer = f"surefoot resume {shlex.quote(str(run))} --fork NEW --steps {2 * max(1, ended.step)}"
+    quoted = shlex.quote(str(run))
+    ways = [f"to train longer: surefoot resume {quoted} --fork NEW{lengthen(ended)}"]
+    ways = [] if ended.step == 0 else ways  # without a checkpoint to go on from
+    ways.append("to train from step 0: another --run, or train with --fresh")
     print(
         f"{run} is {ended.outcome} after step {ended.step:,} ({ended.cause}): "
         "nothing is left to train",
         file=sys.stderr,
     )
-    print(
-        (
-            f"hint: to train longer: {longer}; to train from step 0: another --run, or "
-            "train with --fresh"
-        ),
-        file=sys.stderr,
-    )
+    print(f"hint: {'; '.join(ways)}", file=sys.stderr)
     # the log has the folder in which the run ended, which may be moved or copied since
     _print_summary(
         {**ended.summary, "folder": str(run)},

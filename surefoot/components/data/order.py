@@ -11,11 +11,15 @@ no stream.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from surefoot.core.errors import DataError
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 LARGEST = 2**40
 CPU = torch.device("cpu")
@@ -167,15 +171,25 @@ class Keys:
         return drawn.to(self.device, non_blocking=True)
 
 
-def check_ids(ids: np.ndarray, length: int) -> None:
-    """Raise DataError for a number that is not a sample of a source of `length` samples.
+def check_ids(ids: ArrayLike, length: int) -> np.ndarray:
+    """Return the numbers of samples as an array.
 
-    numpy would count negative numbers from the end.
+    Raises DataError for a number that is not a sample of a source of `length` samples, since numpy
+    would count negative numbers from the end.
     """
+    ids = np.asarray(ids)
+    if ids.ndim == 1 and not len(ids):
+        return ids.astype(np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise DataError(
+            f"samples were requested by an array of dtype {ids.dtype} and shape {ids.shape}",
+            hint=f"give a list of integers from 0 to {length - 1:,}",
+        )
     # as uint64, a negative number exceeds any length
-    if len(ids) and ids.astype(np.uint64).max() >= length:
+    if ids.astype(np.uint64).max() >= length:
         wrong = int(ids[(ids < 0) | (ids >= length)][0])
         raise DataError(
             f"sample {wrong:,} was requested",
             hint=f"the source has the samples 0 to {length - 1:,}",
         )
+    return ids.astype(np.int64, copy=False)

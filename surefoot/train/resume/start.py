@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, events, manifest, spec_file
-from surefoot.contract.events import Started
+from surefoot.contract.events import Ended, Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of
@@ -191,6 +191,14 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
 
     Nothing is moved or deleted. Raises RunFolderError if there is none.
     """
+    if not manifest.named_steps(run):
+        raise RunFolderError(
+            f"{run} holds no checkpoint",
+            hint=(
+                "train from step 0 in a new folder: surefoot train "
+                f"{shlex.quote(str(run / spec_file.FILE))} --run NEW"
+            ),
+        )
     troubles: list[str] = []
     for step in reversed(manifest.steps(run)):
         try:
@@ -254,8 +262,12 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
 def check_can_restart(chosen: Chosen) -> None:
     """Raise RunFolderError if a run without a whole checkpoint cannot restart at step 0.
 
-    This is so if the run is finished or started from another run's checkpoint.
+    This is so if the run is finished or started from another run's checkpoint. A run that was
+    stopped before its first step ended with the initial state, which is built again.
     """
+    past = list(events.read(chosen.folder)) if chosen.done is not None else []
+    if past and isinstance(past[-1], Ended) and past[-1].step == 0:
+        return
     if chosen.done is not None:
         raise RunFolderError(
             f"{chosen.folder} is {chosen.done[0]}, but all of its checkpoints are "

@@ -6,7 +6,7 @@ import hashlib
 import mmap
 import tokenize
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
                 "give its columns by name: "
                 "Arrays(**{name: frame[name].to_numpy() for name in frame})"
             ),
+        )
+    if isinstance(array, Mapping):
+        raise DataError(
+            f"{what} is a {type(array).__name__}", hint="give its arrays by name: Arrays(**arrays)"
         )
     if np.ma.is_masked(array):
         raise DataError(
@@ -196,7 +200,7 @@ class Arrays:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        check_ids(ids, self._length)
+        ids = check_ids(ids, self._length)
         rows = torch.from_numpy(ids)
         select = _select if self._has_unsigned else Tensor.index_select
         read = [select(tensor, 0, rows) for tensor in self._tensors]

@@ -89,7 +89,7 @@ class ImageFolder:
         )
 
     def _fetch(self, ids: np.ndarray) -> list[Sample]:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         return [self.content(number) for number in ids.tolist()]
 
     def _decode(self, ids: np.ndarray, samples: list[Sample]) -> Iterator[dict[str, Any]]:

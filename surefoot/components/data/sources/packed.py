@@ -102,7 +102,7 @@ class Packed:
         return len(self._rows) - 1
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         first, count = self._rows[ids], self._rows[ids + 1] - self._rows[ids]
         within = count_up(count)  # index of each piece in its row
         pieces = np.repeat(first, count) + within

@@ -117,7 +117,7 @@ class Table:
         return int(self._starts[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         groups = np.searchsorted(self._starts, ids, side="right") - 1
         rows: list[dict[str, Any]] = [{} for _ in ids]
         samples = [

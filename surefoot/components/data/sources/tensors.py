@@ -102,7 +102,7 @@ class Safetensors:
         return self._length
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_ids(ids, self._length)
+        ids = check_ids(ids, self._length)
         return {
             name: torch.from_numpy(rows[ids]).view(TORCH[self.entries[name].dtype])
             for name, rows in self._rows.items()

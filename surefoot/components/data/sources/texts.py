@@ -92,7 +92,7 @@ class Texts:
         return -(-len(self._lengths) // self._together)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         places = (ids[:, None] * self._together + np.arange(self._together)).ravel()
         texts = self._order[places[places < len(self._order)]]
         lengths = self._lengths[texts]

@@ -62,7 +62,7 @@ class Tokens:
         return -(-(len(self._ids) - 1) // self._length)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         is_padded = ids >= len(self._windows)
         if not is_padded.any():
             windows = to_int64(self._windows[ids])

@@ -62,7 +62,7 @@ class TorchDataset:
         return len(self._dataset)
 
     def read(self, ids: np.ndarray) -> Batch:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         numbers = ids.tolist()
         items = (
             [self._dataset[number] for number in numbers]

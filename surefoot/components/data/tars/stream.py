@@ -99,7 +99,7 @@ class TarStream:
         return int(self._ends[-1])
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor | list[Any]]:
-        check_ids(ids, len(self))
+        ids = check_ids(ids, len(self))
         shards = np.searchsorted(self._ends, ids, side="right").tolist()
         with self._lock:  # a stream has one reader
             samples = [
