@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from surefoot.contract import commits, manifest
+from surefoot.contract import commits, events, manifest
 from surefoot.contract.manifest import Entry, Manifest
 from surefoot.contract.run_folder import files
 from surefoot.core.errors import InputError, RunFolderError
@@ -114,6 +114,15 @@ def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
         "parent": None if made.parent is None else dict(made.parent),
         "folder": str(folder),
     }
+
+
+def find_units(run: Path) -> dict[str, str]:
+    """Return the unit of each metric that the log has; none where no log can be read."""
+    units: dict[str, str] = {}
+    with contextlib.suppress(RunFolderError):
+        for each in events.read(run, events.Evaluated, damaged=[]):
+            units |= dict(each.units) if isinstance(each, events.Evaluated) else {}
+    return units
 
 
 def _step_of(folder: Path) -> int:
