@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import re
 import shlex
@@ -135,7 +136,9 @@ def read_of_run(
             f"{run / FILE} cannot be read: {error.strerror}", hint=hint_unread(error)
         ) from None
     if not (run / FILE).is_file():
-        raise files.no_run(run, FILE)
+        from surefoot.contract.run_folder import attached  # no plain run needs it
+
+        raise attached.no_spec(run, FILE)
     tables, places = _tables_of_file((run / FILE).resolve(), depth=0, warns=False)
     if task is not None:
         tables.setdefault("task", {})["use"] = _resolve_use(task, Path.cwd())
@@ -250,6 +253,8 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
     path = builtin_folder() / f"{given}.toml"
     if given not in builtin_names():
         path = beside / given
+    if path.is_dir():
+        raise _folder_as_spec(Path(given) if not depth else path)
     if not path.is_file():
         hint = hint_nearest(given, builtin_names())
         raise SpecError(
@@ -257,6 +262,27 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
             hint=f"{hint}give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
         )
     return _tables_of_file(path, depth)
+
+
+def _folder_as_spec(folder: Path) -> SpecError:
+    """Return the error for a folder in the place of a spec, with the commands for a run folder."""
+    from surefoot.contract.run_folder import attached  # no plain run needs it
+
+    with contextlib.suppress(OSError):  # a folder of another user
+        if (folder / FILE).is_file():
+            return SpecError(
+                f"{folder} is a run folder, not a spec",
+                hint=(
+                    f"surefoot resume {shlex.quote(str(folder))} resumes that run; its spec is "
+                    f"{shlex.quote(str(folder / FILE))}"
+                ),
+            )
+        if (found := attached.explain(folder, FILE)) is not None:
+            return SpecError(found[0], hint=found[1])
+    return SpecError(
+        f"{str(folder)!r} is not a spec: it is a folder",
+        hint=f"give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
+    )
 
 
 def _tables_of_file(

@@ -26,7 +26,7 @@ from surefoot.contract import events, spec_file
 from surefoot.contract.commits import DRAFT
 from surefoot.contract.events import Started
 from surefoot.contract.manifest import FOLDER, STEP_FOLDER
-from surefoot.contract.run_folder import files
+from surefoot.contract.run_folder import attached, files
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import ResolvedTask, Source, resolve
 from surefoot.core.errors import InputError, SpecError, StorageError, hint_unwritten
@@ -113,7 +113,7 @@ def _build(task: ResolvedTask, spec: RunSpec) -> nn.Module:
 
 def _find_step(run: Path, step: int | str) -> int:
     if not (run / SPEC_FILE).is_file():
-        raise files.no_run(run, SPEC_FILE)
+        raise attached.no_spec(run, SPEC_FILE)
     return checkpoint.find_step(run, step)
 
 

@@ -94,6 +94,7 @@ def test_no_runs_are_no_error_but_a_folder_that_is_not_there_is(surefoot: Comman
 
 def test_a_run_is_told_from_where_it_ran_to_how_to_repeat_it(surefoot: Command) -> None:
     run = past.write_finished(Path("runs/a 1"))
+    (run / "spec.toml").touch()
     answer = surefoot("show", run)
     assert (answer.code, answer.err) == (0, "")
     for part in (

@@ -139,6 +139,7 @@ def seen(file: Path) -> Seen:
 
 def test_a_run_is_one_page_with_every_part(surefoot: Command) -> None:
     run, ladder = write_whole(Path("runs/a")), write_ladder(Path("climbed"))
+    (run / "spec.toml").touch()
     answer = surefoot("report", run, "--ladder", ladder)
     assert (answer.code, answer.err) == (0, "")
     assert answer.out.startswith("runs/a/report.html  ")

@@ -104,6 +104,11 @@ class Past:
         return stated.get("use") if isinstance(stated, Mapping) else None
 
     @property
+    def has_spec(self) -> bool:
+        """Return True if the folder has a spec.toml, which that of an attached loop has not."""
+        return (self.folder / "spec.toml").is_file()
+
+    @property
     def last(self) -> Evaluated | None:
         return self.scored[-1] if self.scored else None
 
@@ -208,7 +213,7 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
                 f"surefoot resume {shlex.quote(str(folder))} resumes from the newest "
                 "checkpoint and writes the record"
             )
-            if damaged
+            if damaged and (folder / "spec.toml").is_file()
             else None,
         )
     kept = events.newest(every)

@@ -131,9 +131,10 @@ def rows_of(past: Past) -> RunRows:
     ended = [] if past.ended is None else [past.ended]
     records = [past.started, *steps, *faults, *ended]
     spec_file = shlex.quote(str(past.folder / "spec.toml"))
+    score = "" if past.last is None else f", {shorten(format_score(past))}"
     return RunRows(
         name=str(past.folder),
-        headline=f"{shorten(past.started.task)}: {past.state}, {shorten(format_score(past))}",
+        headline=f"{shorten(past.started.task)}: {past.state}{score}",
         unit=past.started.unit,
         summary=list(_summary(past)),
         environment=list(_environment(past)),

@@ -18,6 +18,7 @@ from surefoot.cli.table import (
     without_control,
 )
 from surefoot.contract.events import Started
+from surefoot.contract.run_folder import attached
 from surefoot.control.diagnose import Spread
 from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_percent, format_seconds
 
@@ -30,12 +31,10 @@ Pairs = list[tuple[str, str]]
 
 def print_summary(past: Past) -> None:
     """Print the summary of a run."""
-    score = format_score(past)
+    score = [] if past.last is None else [format_score(past)]
+    told = [past.started.task, past.state, *score, f"started {format_time(past.began_s)}"]
     print(
-        without_control(
-            f"{past.folder}: {past.started.task}, {past.state}, {score}, started "
-            f"{format_time(past.began_s)}"
-        ),
+        without_control(f"{past.folder}: {', '.join(told)}"),
         end="\n\n",
     )
     _print_part("Environment", describe_environment(past))
@@ -250,7 +249,8 @@ def describe_end(past: Past) -> Iterator[tuple[str, str]]:
         yield "ended", f"{ended.outcome}: {ended.cause}"
     else:
         yield "ended", past.health.words
-    yield "score", format_score(past)
+    if past.last is not None:
+        yield "score", format_score(past)
     total = "" if started.total_steps in (None, past.num_steps) else f" of {started.total_steps:,}"
     yield "steps", f"{past.num_steps:,}{total} ({_epoch(past, past.num_steps)} epochs)"
     yield "time", format_seconds(past.elapsed_s)
@@ -298,23 +298,19 @@ def _quote_for_shell(path: object) -> str:
 
 def _utilization(past: Past) -> str:
     """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
-    found = past.utilization()
-    return (
-        f"{UNKNOWN} (to count them: surefoot roofline {_quote_for_shell(past.folder)})"
-        if found is None
-        else f"MFU {found.words(past.samples_per_s)}"
-    )
+    if (found := past.utilization()) is not None:
+        return f"MFU {found.words(past.samples_per_s)}"
+    can_count = past.use and past.has_spec
+    command = f"surefoot roofline {_quote_for_shell(past.folder)}"
+    return f"{UNKNOWN} (to count them: {command})" if can_count else UNKNOWN
 
 
 def describe_reproduction(past: Past) -> Pairs:
     """Return how to repeat the run, and where its weights are."""
     parent = past.parent()
-    command = (
-        f"surefoot train {_quote_for_shell(past.folder / 'spec.toml')}"
-        if past.use
-        else "n/a: the task was built in a script; run that script again"
-    )
-    if past.use and parent is not None:
+    is_forked = past.use is not None and parent is not None
+    command, load = _how_to_repeat(past)
+    if is_forked and parent is not None:
         began = (
             f"--from {parent.get('step')} "
             f"{'--weights-only ' if parent.get('weights_only') else ''}--fork NEW"
@@ -325,17 +321,26 @@ def describe_reproduction(past: Past) -> Pairs:
         ("weights", str(past.folder / "checkpoints" / f"step-{step:012d}")) for step in steps
     ] or [("weights", "none saved")]
     pairs = [(name if not index else "", value) for index, (name, value) in enumerate(weights)]
-    changed = (
-        [("", "with the changes of the spec in the notes above")]
-        if past.use and parent is not None
-        else []
-    )
+    changed = [("", "with the changes of the spec in the notes above")] if is_forked else []
     return [
         ("repeat", command),
         *changed,
         *pairs,
-        *([("load", f"surefoot.load({str(past.folder)!r})")] if steps and past.use else []),
+        *([("load", load)] if steps and load else []),
     ]
+
+
+def _how_to_repeat(past: Past) -> tuple[str, str | None]:
+    """Return how to repeat a run from step 0, and the Python call that loads its weights."""
+    if past.started.spec_id == attached.SPEC_ID:
+        again = "run the script of the loop with another folder; with this one it resumes"
+        return again, attached.load_call(past.folder)
+    if past.use is None:
+        return "n/a: the task was built in a script; run that script again", None
+    if not past.has_spec:
+        return "n/a: the folder has lost its spec.toml", None
+    command = f"surefoot train {_quote_for_shell(past.folder / 'spec.toml')}"
+    return command, f"surefoot.load({str(past.folder)!r})"
 
 
 def as_row(past: Past) -> dict[str, Any]:

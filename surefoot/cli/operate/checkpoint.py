@@ -74,13 +74,14 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     from surefoot.cli.table import print_table, without_control
 
     found = stored.rows(run)
+    units = {} if json else stored.find_units(run)
     others = stored.find_leftovers(run)
     if json:
         options.print_json({"run": str(run), "commits": found, "left_over": others})
         return
     print_table(
         ("step", "attempt", "size", "linked", "score", "age", ""),
-        [_line(row) for row in found],
+        [_line(row, units) for row in found],
         right=("step", "attempt", "size", "linked", "age"),
     )
     for name in others:
@@ -90,7 +91,7 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
         )
 
 
-def _line(row: dict[str, Any]) -> tuple[str, ...]:
+def _line(row: dict[str, Any], units: Mapping[str, str]) -> tuple[str, ...]:
     from surefoot.core.units import UNKNOWN, format_bytes, format_seconds
 
     if "error" in row:
@@ -105,21 +106,20 @@ def _line(row: dict[str, Any]) -> tuple[str, ...]:
         str(row["generation"]),
         format_bytes(row["bytes"]),
         format_bytes(row["linked_bytes"]) if row["linked"] else "",
-        _score(row["score"]),
+        _score(row["score"], units) or UNKNOWN,
         format_seconds(row["age_s"]),
         ", ".join(marks),
     )
 
 
-def _score(score: dict[str, Any] | None) -> str:
-    from surefoot.core.units import UNKNOWN, format_number
+def _score(score: Mapping[str, Any] | None, units: Mapping[str, str]) -> str | None:
+    """Return the score of a manifest as `surefoot show` prints it; None for none."""
+    from surefoot.cli.look.past import format_value
 
     value = None if score is None else score.get("value")
-    return (
-        f"{score['name']} {format_number(float(value))}"
-        if score and isinstance(value, int | float)
-        else UNKNOWN
-    )
+    if score is None or not isinstance(value, int | float):
+        return None
+    return f"{score['name']} {format_value(value, units.get(score['name'], ''))}"
 
 
 @app.command(cls=Verb)
@@ -175,8 +175,9 @@ def show(
         ("attempt", str(made.generation)),
         ("spec", made.spec_id),
         ("size", format_bytes(made.num_bytes)),
-        ("score", _score(None if made.score is None else dict(made.score))),
     ]
+    if (score := _score(made.score, stored.find_units(folder.parent.parent))) is not None:
+        told.append(("score", score))
     if parent:
         told.append(("from", f"step {parent.get('step')} of {parent.get('folder')}"))
     print_pairs(

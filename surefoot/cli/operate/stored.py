@@ -117,6 +117,15 @@ def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
     }
 
 
+def find_units(run: Path) -> dict[str, str]:
+    """Return the unit of each metric that the log has; none where no log can be read."""
+    units: dict[str, str] = {}
+    with contextlib.suppress(RunFolderError):
+        for each in events.read(run, events.Evaluated, damaged=[]):
+            units |= dict(each.units) if isinstance(each, events.Evaluated) else {}
+    return units
+
+
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 

@@ -12,13 +12,12 @@ from surefoot.cli.operate import stored
 from surefoot.contract import commits, events, loop_ledger, spec_file
 from surefoot.contract import ledger as ledgers
 from surefoot.contract.events import Event, Started
-from surefoot.contract.run_folder import gone, log_end
+from surefoot.contract.run_folder import attached, gone, log_end
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SurefootError
 from surefoot.core.units import format_bytes
 
 MAX_SHOWN = 10
-ATTACHED = "attached"  # spec id of a user's training loop, which has no spec
 WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
 
 
@@ -137,7 +136,7 @@ def _check_present_checkpoint(step: int, health: stored.CommitHealth) -> RunPart
 
 def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
     logged = starts[-1].spec_id if starts else None
-    if logged == ATTACHED:
+    if logged == attached.SPEC_ID:
         return _part("spec", "none: the run is a user-defined loop")
     try:
         spec = spec_file.read_of_run(run, checks_task=False).spec

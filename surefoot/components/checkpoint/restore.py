@@ -101,13 +101,15 @@ def load(
     return None if at is None else RestoreResult(at, found[-1], tuple(troubles))
 
 
-def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = False) -> Manifest:
+def load_into(
+    model: nn.Module, folder: str | Path, step: int | str, *, widen: bool = False
+) -> Manifest:
     """Read weights and buffers of model.safetensors into `model`, with equal names and shapes.
 
     Args:
         model: The model, changed in place.
         folder: The folder of the checkpoints.
-        step: The step of the checkpoint.
+        step: The step of the checkpoint: a number, "last", or "best" by score.
         widen: Allow bf16 to be read into fp32; otherwise the dtypes must be equal too.
 
     Returns:
@@ -116,7 +118,8 @@ def load_into(model: nn.Module, folder: str | Path, step: int, *, widen: bool = 
     Raises:
         RunFolderError: Before the model changes, if the weights do not fit or a file is damaged.
     """
-    one = Commit(Path(folder), step)
+    number = step if isinstance(step, int) else commits.find_step(Path(folder), step)
+    one = Commit(Path(folder), number)
     stored = one.pieces(MODEL)
     undo = match_buffers(model, stored, {})
     try:

@@ -253,9 +253,11 @@ def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = N
 
 def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the final table from the summary of an Ended event."""
-    rows = [("score", format_score(summary["score"], summary["value"], summary.get("unit", "")))]
+    unit, rows = summary.get("unit", ""), list[tuple[str, str]]()
+    if summary["value"] is not None:
+        rows.append(("score", format_score(summary["score"], summary["value"], unit)))
     if summary.get("best_step") not in (None, summary["step"]):
-        best = format_score(summary["score"], summary["best_value"], summary.get("unit", ""))
+        best = format_score(summary["score"], summary["best_value"], unit)
         rows.append(("best", f"{best} at step {summary['best_step']:,}"))
     epochs = format_number(summary["epochs"])
     rows += [

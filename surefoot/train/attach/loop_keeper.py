@@ -24,6 +24,7 @@ from surefoot.components.data.sources.batch_digest import (
 from surefoot.components.data.sources.watched import OF_LOADER, ObservedLoader, name_states
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.manifest import Manifest
+from surefoot.contract.run_folder.attached import SPEC_ID
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import RunFolderError, TaskError
@@ -449,7 +450,7 @@ class LoopKeeper:
             self._pace.compare(*self._took, period_s)
         self._took = None
         stamp = Stamp(
-            generation=self._lock.generation, spec_id="attached", environment=environment.versions()
+            generation=self._lock.generation, spec_id=SPEC_ID, environment=environment.versions()
         )
         in_hand = list(self._states_ahead)[len(self._states_ahead) - pending.num_in_hand :]
         data_state = in_hand[0]["data"] if in_hand else self._find_data_state()

@@ -24,6 +24,7 @@ from surefoot.components.observe.meter import Meter
 from surefoot.components.profiler.phases.clock import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
+from surefoot.contract.run_folder.attached import SPEC_ID
 from surefoot.contract.state import StepReport, learning_rate_of
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError
 from surefoot.core.process.forked import OwningProcess
@@ -45,8 +46,6 @@ from surefoot.train.failure import blame
 from surefoot.train.record.noticed.unheld import UnheldObjects
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.program import Program
-
-SPEC_ID = "attached"  # such a run has no spec
 
 
 @final

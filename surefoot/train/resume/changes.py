@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from surefoot.contract import manifest
 from surefoot.contract.events import Started
+from surefoot.contract.run_folder import attached
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, SpecError, SurefootError
 
@@ -230,8 +231,19 @@ def _short_name(use: str | None) -> str | None:
 def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -> RunFolderError:
     """Return the error for a folder with a run of a different spec.
 
-    It names each key with both values, and the command for each way to continue.
+    It names each key with both values, and the command for each way to continue. One of the two may
+    be a loop with `surefoot.attach`, which has no spec to compare.
     """
+    if started.spec_id == attached.SPEC_ID:
+        return RunFolderError(
+            f"{run} {attached.WORDS}: only the script of that loop can resume it",
+            hint="give another --run folder, or --fresh; in Python another folder=, or fresh=True",
+        )
+    if spec_id == attached.SPEC_ID:
+        return RunFolderError(
+            f"{run} is the folder of a run with a spec, not of a loop with surefoot.attach",
+            hint="give attach another folder=",
+        )
     found: list[Change] = []
     if now is not None:
         # of a version that had other keys
