@@ -179,7 +179,7 @@ def test_a_short_run_is_recorded_with_a_shorter_window_and_that_is_said(
         (("mine.toml", "--steps", "0"), "a window of 0 steps"),
         (("mine.toml", "--with", "stack"), "'stack' cannot be recorded"),
         (("mine.toml", "--nvtx"), "torch sees no GPU"),
-        (("empty",), "holds no undamaged checkpoint of a whole state"),
+        (("empty",), "holds no checkpoint"),
         (("cut.json.gz",), "truncated or damaged"),
         (("other.json",), "no list of traceEvents"),
         (("huge.json",), "was given a tensor of a negative size or of 2^63 elements or more"),

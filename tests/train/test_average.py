@@ -20,6 +20,8 @@ from tests.train.small import Small, spec
 from tests.world.ranks import run_ranks
 
 STEPS = 8
+# the bias before BatchNorm: its gradient is rounding noise, which moves it on some processors only
+NOISE = "0.bias"
 
 
 class Left(Exception):
@@ -79,7 +81,8 @@ def test_without_the_ramp_a_run_averages_as_averaged_model_and_saves_and_resumes
         if name not in counts:
             expected = whole["theirs"][name] if is_average else whole["own"][name]
             torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
-            assert torch.equal(value, whole["own"][name]) is not is_average, name
+            if name != NOISE:
+                assert torch.equal(value, whole["own"][name]) is not is_average, name
     stored = load(tmp_path / "whole", STEPS, task=Small(norm=True)).state_dict()
     assert all(torch.equal(stored[name], value) for name, value in whole["ours"].items())
     with contextlib.suppress(Left):
