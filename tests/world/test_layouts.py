@@ -149,8 +149,9 @@ def test_a_rank_that_computes_a_millionth_more_is_found(tmp_path: Path) -> None:
     # AdamW divides a gradient by its own size: where its terms cancel, a weight moves by much more
     # than a millionth of a step
     assert wide["worst"].startswith("weight/1/")
-    # of the same step, which is what is compared in fp32
-    assert narrow["worst"].startswith("gradient/1/")
+    # of the same step, which is what is compared in fp32; which of the two is further off, rounding
+    # decides, and so the processor
+    assert narrow["worst"].split("/")[:2] in (["gradient", "1"], ["norm", "1"])
     assert narrow["off"] < 1e-5
 
 
