@@ -43,6 +43,7 @@ class Chosen:
         parent: Checkpoint of a different run from which the first attempt started.
         stated: Tables of the spec of the newest attempt.
         done: Outcome and cause of a run that has nothing left to train; None for any other run.
+        done_after: Last step of such a run.
         damaged: Messages on lines of the log that cannot be read, and on missing records.
     """
 
@@ -55,6 +56,7 @@ class Chosen:
     parent: Mapping[str, Any] = field(default_factory=dict)
     stated: Mapping[str, Any] = field(default_factory=dict)
     done: tuple[str, str] | None = None
+    done_after: int | None = None
     damaged: tuple[str, ...] = ()
 
     def describe_start(self, step: int | None) -> tuple[str, ...]:
@@ -214,6 +216,7 @@ def _choose_folder(
         parent=parent,
         stated=newest.spec,
         done=done,
+        done_after=None if done is None or ended is None else ended.step,
         damaged=tuple(damaged),
     )
 

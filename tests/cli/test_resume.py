@@ -146,14 +146,18 @@ def test_a_folder_that_is_no_run_is_refused(surefoot: Command) -> None:
 # ---- stopped early
 
 
-def stop(spec: Path, folder: str, at: int) -> None:
-    with Run(spec, folder=folder, quiet=True) as run:
+def hint_for_stopped(spec: Path, surefoot: Command, at: int) -> str:
+    """Stop a run in the folder `stopped` after step `at`; return the hint of `resume`."""
+    with Run(spec, folder="stopped", quiet=True) as run:
         if not at:
             run.stop("enough")
         for report in run.steps():
             if report.step == at:
                 run.stop("enough")
     assert (run.outcome, run.step) == ("stopped", at)
+    told = surefoot("resume", "stopped")
+    assert told.code == 0
+    return told.err.splitlines()[-1]
 
 
 def words_of(hint: str) -> list[str]:
@@ -164,10 +168,7 @@ def words_of(hint: str) -> list[str]:
 def test_a_stopped_run_is_told_how_it_trains_the_rest_of_its_length_and_that_does(
     spec: Path, surefoot: Command
 ) -> None:
-    stop(spec, "stopped", 2)
-    told = surefoot("resume", "stopped")
-    assert told.code == 0
-    words = words_of(told.err.splitlines()[-1])
+    words = words_of(hint_for_stopped(spec, surefoot, 2))
     assert words == ["resume", "stopped", "--fork", "new"]
     answer = surefoot(*words, "--quiet", "--json")
     assert (answer.code, answer.row["step"]) == (0, STEPS)
@@ -176,12 +177,8 @@ def test_a_stopped_run_is_told_how_it_trains_the_rest_of_its_length_and_that_doe
 def test_a_run_that_was_stopped_before_its_first_step_gets_hints_that_lead_out(
     spec: Path, surefoot: Command
 ) -> None:
-    stop(spec, "stopped", 0)
-    told = surefoot("resume", "stopped")
-    assert told.code == 0
-    assert told.err.splitlines()[-1] == (
-        "hint: to train from step 0: another --run, or train with --fresh"
-    )
+    hint = hint_for_stopped(spec, surefoot, 0)
+    assert hint == "hint: to train from step 0: another --run, or train with --fresh"
     assert surefoot("train", str(spec), "--run", "stopped", "--fresh", "--quiet").code == 0
     refused = surefoot("resume", "stopped", "--fork", "again", "--steps", "4")
     assert refused.code == 2

@@ -74,7 +74,7 @@ def list_(run: RunArgument, json: JsonOption = False, traceback: TracebackOption
     from surefoot.cli.table import print_table, without_control
 
     found = stored.rows(run)
-    units = {} if json else stored.find_units(run)
+    units = {} if json else stored.read_units(run)
     others = stored.find_leftovers(run)
     if json:
         options.print_json({"run": str(run), "commits": found, "left_over": others})
@@ -176,7 +176,7 @@ def show(
         ("spec", made.spec_id),
         ("size", format_bytes(made.num_bytes)),
     ]
-    if (score := _score(made.score, stored.find_units(folder.parent.parent))) is not None:
+    if (score := _score(made.score, stored.read_units(folder.parent.parent))) is not None:
         told.append(("score", score))
     if parent:
         told.append(("from", f"step {parent.get('step')} of {parent.get('folder')}"))

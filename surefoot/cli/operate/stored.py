@@ -117,7 +117,7 @@ def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
     }
 
 
-def find_units(run: Path) -> dict[str, str]:
+def read_units(run: Path) -> dict[str, str]:
     """Return the unit of each metric that the log has; none where no log can be read."""
     units: dict[str, str] = {}
     with contextlib.suppress(RunFolderError):

@@ -28,7 +28,7 @@ def explain(run: Path, name: str) -> tuple[str, str] | None:
     """Return what a folder without the spec `name` is, and a hint; None if it is no run at all."""
     if not run.is_dir():
         return None
-    steps, started = manifest.steps(run), find_start(run)
+    steps, started = manifest.steps(run), _find_start(run)
     ids = {_find_spec_id(run, steps)} if started is None else {started.spec_id}
     folder = shlex.quote(str(run))
     weights = [f"  load its weights, in Python: {load_call(run)}"] if steps else []
@@ -60,7 +60,7 @@ def load_call(run: Path) -> str:
     return f"surefoot.checkpoint.load_into(model, {str(run)!r}, 'last')"
 
 
-def find_start(run: Path) -> Started | None:
+def _find_start(run: Path) -> Started | None:
     """Return the newest 'started' record of a log; None for a folder without a readable one."""
     starts: list[Started] = []
     with contextlib.suppress(RunFolderError):

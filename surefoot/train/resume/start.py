@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, events, manifest, spec_file
-from surefoot.contract.events import Ended, Started
+from surefoot.contract.events import Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of
@@ -265,8 +265,7 @@ def check_can_restart(chosen: Chosen) -> None:
     This is so if the run is finished or started from another run's checkpoint. A run that was
     stopped before its first step ended with the initial state, which is built again.
     """
-    past = list(events.read(chosen.folder)) if chosen.done is not None else []
-    if past and isinstance(past[-1], Ended) and past[-1].step == 0:
+    if chosen.done_after == 0:
         return
     if chosen.done is not None:
         raise RunFolderError(

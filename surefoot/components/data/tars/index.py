@@ -102,7 +102,6 @@ class Index:
         Raises DataError for numbers that are not samples, and for a damaged index.
         """
         ids = check_ids(ids, len(self))
-        ids = ids.astype(np.int64)
         shard = np.searchsorted(self._ends, ids, side="right")
         place = ids + shard  # each earlier shard has one position more than samples
         first = self.starts[place]
