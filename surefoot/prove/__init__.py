@@ -1,1 +1,1 @@
-"""Tests in fresh processes: does a run repeat, and does it resume as if never interrupted?"""
+"""Tests in fresh processes: whether a run repeats bitwise, and resumes bitwise after faults."""

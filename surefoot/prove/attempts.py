@@ -1,8 +1,8 @@
-"""Attempts at a run, each a process that is forked from one of two interpreters in turn.
+"""Attempts at a run; each is a process that is forked from one of two interpreters in turn.
 
 Both interpreters have only imported surefoot and torch (`prove.child`). There are two, so that two
-consecutive runs, or a killed run and the attempt that resumes it, never share what Python draws
-once per interpreter: the order of its sets, the addresses of its objects.
+consecutive runs, or a killed run and the attempt that resumes it, never share values that Python
+draws once per interpreter: the order of its sets and the addresses of its objects.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ ERROR = re.compile(r"^surefoot\.core\.errors\.\w+: ")
 
 @dataclass(frozen=True)
 class Kill:
-    """A SIGKILL `after_ms` milliseconds after `step`; with `in_save`, after its save began."""
+    """Planned SIGKILL of a run.
+
+    It is sent `after_ms` milliseconds after the end of `step` or, if `in_save` is true, after the
+    start of the save of that step.
+    """
 
     step: int
     after_ms: float
@@ -36,7 +40,10 @@ class Kill:
 
 
 class Interpreters:
-    """Two interpreters that run attempts, one at a time; leaving the context kills them."""
+    """Context with two interpreters that run attempts (training processes), one at a time.
+
+    The interpreters are killed on exit.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -56,9 +63,12 @@ class Interpreters:
             process.communicate()
 
     def attempt(self, spec: Path, run: Path, *, steps: int, kill: Kill | None = None) -> bool:
-        """Train in `run` up to `steps`, in a forked process; return whether it got there unkilled.
+        """Train in the run folder `run` up to step `steps`, in a forked process.
 
-        Raises TaskError when the attempt fails by itself.
+        Returns True if it reached that step, and False if it was killed as planned by `kill`.
+
+        Raises:
+            TaskError: If the attempt fails for a different reason.
         """
         process, number = next(self._turns)
         said = Path(f"{run}.said")

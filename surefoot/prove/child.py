@@ -1,13 +1,13 @@
-"""An interpreter that forks attempts, and the attempt: it trains a spec and traces its state.
+"""Interpreter that forks attempts, and an attempt: it trains a spec and records its state.
 
-The interpreter has imported surefoot and torch and has seen no spec, task or data: a fork of it
-starts as a new process does, except for the imports. It reads a line of JSON for each attempt and
-answers with two lines: the process id, and the exit code of that process.
+The interpreter has imported surefoot and torch, but has read no spec, task or data. A fork of it
+therefore starts as a new process does, except for the imports. It reads a line of JSON for each
+attempt and answers with two lines: the process id, and the exit code of that process.
 
 An attempt writes the digests of its state after every step. A kill is a real SIGKILL of its process
-group, between the end of a step and the end of the next one, which waits for the kill. The steps
-that are done by then are therefore the same on any machine, however busy; what the kill interrupts
-is not.
+group between the end of a step and the end of the next one, which waits for the kill. The number of
+steps that are completed before the kill is therefore the same on any machine, however busy; the
+point within the next step at which the kill arrives is not.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def begin_process(said: str | Path) -> None:
 
 
 def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | None) -> None:
-    """Train `spec` in `run` up to `steps`, and write a line of JSON to `trace` for each step.
+    """Train `spec` in the run folder `run` up to step `steps`, and record its state.
 
-    With `kill`, the process is killed after step `kill["step"]`.
+    A line of JSON is appended to `trace` for each step. With `kill`, the process is killed after
+    step `kill["step"]`.
     """
     killer: Killer | None = None
     with (
@@ -84,9 +85,9 @@ def attempt(spec: str, run: str, trace: str, steps: int, kill: dict[str, Any] | 
 
 @dataclass
 class Killer:
-    """A thread that kills this process group `after_ms` milliseconds after it is made.
+    """Thread that kills this process group `after_ms` milliseconds after its creation.
 
-    With `in_save` the time counts from the start of a save. `strike` kills at once.
+    With `in_save` the time counts from the start of the next save. `strike` kills at once.
     """
 
     run: Path

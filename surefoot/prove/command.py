@@ -1,6 +1,6 @@
-"""The same test for any training command: does a kill and a restart change what it leaves?
+"""Test of any training command: whether a kill and a restart change the files that it leaves.
 
-Every trial starts without the state folder; the files that exist at the end are compared.
+Every trial starts without the state folder. The files that exist at the end are compared.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class CommandVerdict:
-    """Results of the test of a command; `repeat` and `resume` name the first difference.
+    """Results of the test of a command.
 
-    `num_changes` were seen in the state folder of an uninterrupted run; `kills` holds how many
-    changes each attempt had made when it was killed. `unfollowed` are links out of the folder, of
-    which only the name of the target was compared.
+    `repeat` is the first difference between two uninterrupted runs, and `resume` the first
+    difference of the run that was killed and restarted; None means that there is none.
+    `num_changes` is the number of changes of the state folder in an uninterrupted run, and `kills`
+    is the number of changes before each kill. `unfollowed` are links out of the folder, of which
+    only the name of the target was compared.
     """
 
     seed: int
@@ -61,9 +63,11 @@ def verify_command(
 ) -> CommandVerdict:
     """Run `command` twice without interruption, then with `kills` kills and restarts.
 
-    It runs into `state` each time; the results are moved to `folder` and compared. Raises
-    InputError for a state folder that exists already or a command that cannot be run, TaskError for
-    one that fails by itself.
+    Each run writes into the folder `state`; the results are moved to `folder` and compared.
+
+    Raises:
+        InputError: If `state` exists already or the command cannot be run.
+        TaskError: If the command fails without a kill.
     """
     try:
         words = shlex.split(command)
@@ -109,9 +113,12 @@ def _verify(
 
 @dataclass(frozen=True)
 class RunPace:
-    """Timing of an uninterrupted run: its seconds, and the changes of its state folder.
+    """Timing of an uninterrupted run.
 
-    `first_s` is the time from the start to the first change; `num_changes` is how many were seen.
+    Args:
+        took_s: Seconds of the run.
+        first_s: Seconds from its start to the first change of the state folder.
+        num_changes: Number of changes of the state folder that were seen.
     """
 
     took_s: float
@@ -120,9 +127,9 @@ class RunPace:
 
 
 class _CommandGroup:
-    """The command in a new process group, which is killed when the context ends.
+    """Command in a new process group, which is killed when the context ends.
 
-    Its stderr goes to a file, so that it never waits for a reader.
+    Its stderr goes to a file, so that the command never waits for a reader.
     """
 
     def __init__(self, words: list[str]) -> None:
@@ -156,14 +163,18 @@ class _CommandGroup:
         self.process.wait()
 
     def said(self) -> str:
-        """Return the last lines of stderr after a colon, or the note that there are none."""
+        """Return the last lines of stderr after a colon, or a text that there are none."""
         self._said.seek(max(0, self._said.seek(0, os.SEEK_END) - TOLD_BYTES))
         lines = self._said.read().decode(errors="replace").strip().splitlines()[-TOLD_LINES:]
         return ": " + "\n".join(lines) if lines else " and said nothing on stderr"
 
 
 def _run_whole(words: list[str], state: Path) -> RunPace:
-    """Run the command to its end. Raises TaskError when it fails or leaves nothing."""
+    """Run the command to its end and return its timing.
+
+    Raises:
+        TaskError: If the command fails, or leaves no files in the folder `state`.
+    """
     started_s = first_s = time.monotonic()
     with _CommandGroup(words) as one:
         look, num_changes = _snapshot_state(state), 0
@@ -191,7 +202,7 @@ def _run_whole(words: list[str], state: Path) -> RunPace:
 
 
 def _snapshot_state(state: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return the path, size and modification time of each file and folder below `state`."""
+    """Return the path, size and modification time of each file and folder in `state`."""
     found = []
     for place, folders, names in os.walk(state):  # os.walk ignores folders that vanish meanwhile
         for name in (*folders, *names):
@@ -205,11 +216,11 @@ def _snapshot_state(state: Path) -> tuple[tuple[str, int, int], ...]:
 def _run_killed(
     words: list[str], state: Path, pace: RunPace, kills: int, draws: random.Random, tell: Tell
 ) -> tuple[int, ...]:
-    """Kill the process group after random numbers of changes in the folder, and restart it.
+    """Kill the command after random numbers of changes in `state`, and restart it each time.
 
-    The last start may end. Return the changes before each kill. Changes are counted instead of
-    seconds, since a busy machine is slower in both. Together the attempts make fewer changes than a
-    whole run.
+    The last start runs to its end. Returns the number of changes before each kill. Changes are
+    counted instead of seconds because a busy machine makes the command slower. All attempts
+    together make fewer changes than an uninterrupted run.
     """
     done: list[int] = []
     most, longest_s = (
@@ -251,7 +262,7 @@ def _run_killed(
 def _kill_after(one: _CommandGroup, state: Path, changes: int, later_s: float) -> bool:
     """Kill the group `later_s` seconds after the folder has changed `changes` times.
 
-    Return False where the process ended by itself.
+    Returns False if the process ended by itself.
     """
     look, kill_s = _snapshot_state(state), math.inf
     while one.process.poll() is None and time.monotonic() < kill_s:

@@ -1,9 +1,9 @@
 """Comparison of the files that two runs of a script left.
 
-Tensors and plain values are compared by name where they can be read, other files by SHA-256. A link
-is compared by the text of its target, never by the file behind it; files inside the folder are
-compared themselves. Files that hold times or attempts by nature (surefoot's logs, locks and
-manifests, TensorBoard's files) are left out by name.
+Tensors and plain values are compared by name if they can be read, other files by SHA-256. A link is
+compared by the text of its target, never by the file behind it; files inside the folder are
+compared themselves. Files that contain times or attempts by nature (surefoot's logs, locks and
+manifests, TensorBoard's files) are ignored by name.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TIMES = {"training_s"}
 
 
 def list_files(folder: Path) -> list[str]:
-    """Return the files and links below `folder` by relative path.
+    """Return the relative paths of all files and links below `folder`.
 
-    Links are not followed; files that vanish meanwhile are left out.
+    Links are not followed. Files that vanish meanwhile are left out.
     """
     found = []
     for place, folders, names in os.walk(folder):
@@ -48,7 +48,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def list_unfollowed(folder: Path) -> tuple[str, ...]:
-    """Return the links to what is not compared: targets outside of `folder`, or missing ones."""
+    """Return the links whose target is not compared: outside of `folder`, or missing."""
     links = (name for name in list_files(folder) if (folder / name).is_symlink())
     return tuple(name for name in links if not _is_inside(folder, name))
 
@@ -61,12 +61,16 @@ def _is_inside(folder: Path, name: str) -> bool:
 
 
 def list_timed(folder: Path) -> tuple[str, ...]:
-    """Return the files and links below `folder` that no two runs have alike."""
+    """Return the files and links below `folder` that differ in any two runs, such as logs."""
     return tuple(name for name in list_files(folder) if _is_timed(folder / name))
 
 
 def compare(one: Path, two: Path) -> tuple[str | None, tuple[str, ...]]:
-    """Return the first difference in words, and the files that could only be compared whole."""
+    """Return the first difference of two folders, and the files without readable contents.
+
+    The first value is None if there is no difference. The second value has the files that could
+    only be compared by SHA-256.
+    """
     names, others = (
         [name for name in list_files(folder) if not _is_timed(folder / name)]
         for folder in (one, two)
@@ -119,7 +123,7 @@ def _difference(one: Path, two: Path, name: str, by_digest: list[str]) -> str | 
     for key in sorted(key for key in first if not RANDOM & set(key.split("/"))):
         if (apart := _describe_difference(first[key], second[key])) is not None:
             return f"{name}: {key} differs{apart}"
-    return None  # other bytes around the same contents
+    return None  # different bytes, but the same contents
 
 
 def _describe_link(target: str | None) -> str:
@@ -127,9 +131,9 @@ def _describe_link(target: str | None) -> str:
 
 
 def _contents(path: Path) -> Mapping[str, Any] | None:
-    """Return the tensors and plain values of a file, by name.
+    """Return the tensors and plain values in a file by name.
 
-    Return None for a file of a different kind, or one that holds more than can be read.
+    Returns None for an unknown type of file, and for one with contents that cannot be read.
     """
     if path.name == "state.json" and _is_commit(path.parent):
         return {"": _comparable(manifest.parse_json(path.read_bytes(), path))}
@@ -155,7 +159,7 @@ def _comparable(tree: Any) -> Any:
 
 
 def _describe_difference(one: Any, two: Any) -> str | None:
-    """Describe by how much two contents differ; None if they do not."""
+    """Describe the size of the difference of two values; return None if they are equal."""
     if isinstance(one, Tensor) and isinstance(two, Tensor):
         return _tensors_apart(one.detach(), two.detach())
     if isinstance(one, Tensor) or isinstance(two, Tensor):
@@ -208,9 +212,9 @@ def _to_fp64(tensor: Tensor) -> Tensor:
 
 
 def _numbers_apart(one: Tensor, two: Tensor) -> str | None:
-    """Describe by how much values differ, or how many are NaN in one tensor alone.
+    """Describe the largest difference of two tensors, or the number of NaN in only one of them.
 
-    Return None if only the bits differ, as those of 0 and -0.
+    Returns None if only the bits differ, such as those of 0 and -0.
     """
     in_one = int((one.isnan() != two.isnan()).sum())
     if in_one:

@@ -1,6 +1,6 @@
 """Comparison of runs in lower precision with runs in fp32, by their scores.
 
-Runs have the same seeds, and each is a fresh process.
+The runs of a pair have the same seed, and each run is a fresh process.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from surefoot.prove.ladder.gate import MIN_SEEDS, Score, SeedScores, decide_by_s
 from surefoot.trial import Arm, run_arm
 from surefoot.trial.arm import REPORT, WORK, absolute
 
-WIDE, NARROW = "fp32", "bf16"  # NARROW is compared with WIDE where the spec itself is fp32
+WIDE, NARROW = "fp32", "bf16"  # NARROW is compared with WIDE if the spec computes in fp32
 Tell = Callable[[str], None]
 
 
 def verify_precision(spec: RunSpec, *, steps: int, seeds: int, tell: Tell) -> tuple[str, Score]:
-    """Compare the scores of `spec` after `steps` with those in fp32.
+    """Compare the scores of `spec` after `steps` steps with those in fp32.
 
-    If `seeds` pairs of runs show a worse score, twice as many further pairs are run, and all of
-    them decide.
+    If `seeds` pairs of runs show a worse score, twice as many further pairs are run, and all pairs
+    decide.
 
     Args:
-        spec: The spec; if it is in fp32, bf16 is compared with it.
+        spec: The spec; if it computes in fp32, bf16 is compared with it.
         steps: Number of steps of each run.
-        seeds: Number of pairs of runs with the same seed.
+        seeds: Number of pairs of runs; the runs of a pair have the same seed.
 
     Returns:
         The precision that was compared with fp32, and the comparison.

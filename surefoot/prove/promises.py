@@ -1,4 +1,4 @@
-"""The numbered guarantees of surefoot, and the fault campaigns that test each of them."""
+"""Numbered guarantees of surefoot, and the fault campaigns that test each guarantee."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from surefoot.core.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Promise:
-    """A guarantee in words; `cases` are the campaigns that test it."""
+    """Guarantee of surefoot in words; `cases` are the campaigns that test it."""
 
     number: int
     name: str
@@ -104,7 +104,11 @@ PROMISES = (*KEPT, PROOF)
 
 
 def find_promise(number: str) -> Promise:
-    """Return the guarantee of that number. Raises InputError for an unknown number."""
+    """Return the guarantee with the given number.
+
+    Raises:
+        InputError: For an unknown number.
+    """
     for promise in PROMISES:
         if number == str(promise.number):
             return promise

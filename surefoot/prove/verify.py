@@ -1,9 +1,9 @@
 """Test that a task is deterministic, and that a killed and resumed run ends with the same bits.
 
-Every attempt is a separate process. First two uninterrupted runs (A/A); then one that is killed and
-resumed. After each step the digests of parameters, optimizer state, weight average, buffers, random
-states, schedule, task state and counters are compared, at the end every tensor of the last
-checkpoint and the ledger.
+Every attempt is a separate process. First two uninterrupted runs are compared, then one of them
+with a run that is killed and resumed. After each step the digests of parameters, optimizer state,
+weight average, buffers, random states, schedule, task state and counters are compared. At the end
+every tensor of the last checkpoint and the ledger are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from surefoot.core.units import Duration
 from surefoot.prove.attempts import Interpreters, Kill
 
 MIN_STEPS, SAVES = 4, 6
-# longest time of a kill after the step, or after the start of its save
+# longest delay of a kill after the step, or after the start of its save
 KILL_MS, KILL_IN_SAVE_MS = 40.0, 10.0
 
 Tell = Callable[[str], None]
@@ -31,10 +31,10 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference of two runs: its step, its component, and a likely cause.
+    """First difference of two runs, with a likely cause.
 
-    `step` is None if only the last checkpoint shows the difference. `loss_gap` is the largest
-    difference between their losses of a step.
+    `step` is None if only the last checkpoint or the ledger shows the difference. `loss_gap` is the
+    largest difference of the losses of a step.
     """
 
     step: int | None
@@ -45,9 +45,11 @@ class Difference:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Results of the test.
+    """Results of the test of a spec.
 
-    `kills` holds (step, milliseconds, whether a save was interrupted).
+    `repeat` is the difference between two uninterrupted runs, and `resume` the difference between
+    an uninterrupted run and the killed one; None if there is none. `kills` contains for each kill
+    the step, the delay in milliseconds, and whether a save was interrupted.
     """
 
     num_steps: int
@@ -65,9 +67,10 @@ class Verdict:
 
 
 def as_trial(spec: RunSpec, steps: int) -> RunSpec:
-    """Return the spec of a trial: saved several times, and copied to no store.
+    """Return the spec of a trial, which saves several checkpoints and copies none to a store.
 
-    Raises SpecError for a task without a name.
+    Raises:
+        SpecError: For a task without a name.
     """
     if spec.task.use is None:
         raise SpecError(
@@ -84,9 +87,11 @@ def as_trial(spec: RunSpec, steps: int) -> RunSpec:
 def verify_resume(
     spec: RunSpec, folder: Path, *, steps: int, kills: int, seed: int, tell: Tell
 ) -> Verdict:
-    """Run the trials in `folder` and compare them.
+    """Run two uninterrupted runs and one with kills in `folder`, and compare them.
 
-    Raises TaskError when a run fails by itself, SpecError for a spec that cannot be tried.
+    Raises:
+        TaskError: If a run fails without a kill.
+        SpecError: For a spec that cannot be tested.
     """
     trial = as_trial(spec, steps)
     file = folder / "spec.toml"
@@ -142,10 +147,10 @@ def verify_resume(
 
 
 def plan_kills(steps: int, every: int, kills: int, seed: int) -> list[Kill]:
-    """Plan kills after rising steps before the last, one in each equal part of the run.
+    """Plan kills at increasing steps before the last step, one in each equal part of the run.
 
-    Every second kill is in a save, where its part has a save. A run that was killed after a step
-    resumes from that step or an earlier one, so each planned step is reached.
+    Every second kill is in a save if its part of the run has one. A run that was killed after a
+    step resumes from that step or an earlier one, so that every planned step is reached.
 
     >>> [(kill.step, kill.in_save) for kill in plan_kills(24, 4, 3, 0)]
     [(7, False), (12, True), (23, False)]
@@ -169,7 +174,8 @@ def _killed_run(
 ) -> Iterator[tuple[int, float, bool]]:
     """Run attempts that each end by a kill; yield (step, milliseconds, whether a draft is left).
 
-    Raises TaskError for an attempt that ended by itself before.
+    Raises:
+        TaskError: If an attempt reaches its end before the kill.
     """
     for number, kill in enumerate(planned, start=1):
         tell(
@@ -185,7 +191,7 @@ def _killed_run(
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:
-    """Return the trace lines of all attempts; a line that a kill cut is left out."""
+    """Return the trace lines of all attempts; a line that a kill truncated is left out."""
     rows = []
     for line in Path(str(run) + ".trace").read_text(encoding="utf-8").splitlines():
         try:
@@ -196,9 +202,9 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 
 def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Difference | None:
-    """Return the first step and component in which the attempts at `other` differ from `whole`.
+    """Return the first step and component in which the run `other` differs from `whole`, or None.
 
-    If there is none, compare the last checkpoints, then the ledgers.
+    If no step differs, the last checkpoints and then the ledgers are compared.
     """
     expected, rows = (
         {row["step"]: row for row in _trace(whole)},
@@ -224,7 +230,7 @@ def _compare(whole: Path, other: Path, *, cause: Callable[[str], str]) -> Differ
 
 
 def _rows(run: Path) -> list[tuple[int, object]]:
-    """Return what each step of a run consumed, as its ledger has it."""
+    """Return the samples that each step of a run consumed, as recorded in its ledger."""
     if loop_ledger.is_loop_run(run):
         return [(row.step, row.ids) for row in ledger.consumed(loop_ledger.read(run))[0]]
     return [(row.step, row.checksum) for row in ledger.consumed(ledger.read(run))[0]]

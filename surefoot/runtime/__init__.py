@@ -1,1 +1,1 @@
-"""Layer between model and machine: process groups, module attributes, host copies of state."""
+"""Process groups, plain attributes of modules, and copies of training state in host memory."""

@@ -1,4 +1,4 @@
-"""Benchmark harness: arms (variants) in fresh processes, interleaved, compared in pairs. No torch.
+"""Benchmark harness, which runs variants (arms) interleaved in fresh processes. No torch.
 
 Compare two arms, the second with one setting changed:
 
@@ -9,8 +9,8 @@ Compare two arms, the second with one setting changed:
     trial = Trial(title="clipping", arms=names, rounds=15, seed=0, outcomes=outcomes)
     find_effect(trial, "unclipped", "plain", "cpu_s_per_step").words
 
-A change for speed must not change results: `compare_arms` compares loss, gradients and weights, and
-takes the difference of two equal runs as the noise.
+A change for speed must not change results. `compare_arms` compares loss, gradients and weights; the
+difference between two equal runs serves as the noise.
 """
 
 from surefoot.trial.arm import Arm, spec_arm

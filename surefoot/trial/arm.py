@@ -1,4 +1,4 @@
-"""An arm, one variant of a comparison: a changed spec, or any command, run in fresh processes."""
+"""Arm, one variant of a measurement: a changed spec or any command, run in fresh processes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError, TaskError
 
 REPORT, WORK, SHARED, STARTED, TURNS = "{report}", "{work}", "{shared}", "{started_s}", "{turns}"
-# what a process says whose spec this task, or this machine, cannot run
+# message of a process with a spec that this task or this machine cannot run
 REFUSED = "it is refused here"
-_NAME = re.compile(r"[\w.+-][\w .+-]*")  # a name is also a folder
+_NAME = re.compile(r"[\w.+-][\w .+-]*")  # the name is also used for a folder
 
 
 @contextmanager
 def mark_refused_specs() -> Iterator[None]:
-    """Return a context that marks errors of a spec that cannot run on this machine: REFUSED.
+    """Return a context that marks the error of a spec that this machine cannot run.
 
-    A TaskError, the failure of a task, is not marked.
+    An InputError gets the prefix REFUSED in its message. A TaskError, the failure of a task, is not
+    changed.
     """
     try:
         yield
@@ -35,26 +36,28 @@ def mark_refused_specs() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """Command of one variant, with its environment.
+    """Variant of a measurement: its command and its environment.
 
-    In `command`, these words are replaced:
+    In `command`, these placeholders are replaced:
 
-    - `{report}`: the file to which the process writes its report (`write_report`). A command
-      without it is measured from outside only.
-    - `{work}`: a folder of this process; `{shared}`: a folder of all ranks.
-    - `{started_s}`: `time.perf_counter()` of the harness at the start, which is one clock for all
-      processes of a Linux host.
-    - `{turns}`: the channel of `surefoot.trial.turns`, or "alone".
+    - `{report}`: the file to which the process writes its report (`write_report`). Without it, only
+      CPU time, wall time and peak memory of the processes are measured.
+    - `{work}`: a folder of this process.
+    - `{shared}`: a folder of all ranks of the arm.
+    - `{started_s}`: the value of `time.perf_counter()` when the harness started the process. All
+      processes of a Linux host have the same clock.
+    - `{turns}`: the descriptor through which arms take turns (`surefoot.trial.turns`), or "alone".
 
     Args:
         name: Name of the variant.
         command: The command and its arguments.
-        files: Contents by name of files that are first written into the folder of the process.
+        files: Texts by file name, which are first written into the folder of each process.
         folder: Working folder.
         variables: Variables that are added to the environment.
         threads: Number of threads of one operator.
-        ranks: Number of processes; with several, each has the variables that torchrun sets.
-        timeout_s: Seconds after which the processes are ended.
+        ranks: Number of processes; if there are several, each gets the variables that torchrun
+            sets.
+        timeout_s: Seconds after which the processes are killed.
 
     Raises:
         InputError: For an invalid command, name or count.
@@ -88,7 +91,7 @@ class Arm:
 
     @property
     def reports(self) -> bool:
-        """True if the arm's process writes a report."""
+        """True if the command contains `{report}`, so that its process writes a report."""
         return any(REPORT in word for word in self.command)
 
 
@@ -114,7 +117,7 @@ def spec_arm(
     - `loss` of the last step, `samples_per_epoch`, `peak_bytes`, `imported_bytes`, `compile_s` if
       code was compiled, and `device_peak_bytes` on a GPU.
 
-    With several ranks, CPU seconds are those of all ranks, memory and `startup_s` those of rank 0.
+    CPU seconds are the sum over all ranks; memory and `startup_s` are those of rank 0.
 
     Args:
         name: Name of the variant.
@@ -124,9 +127,9 @@ def spec_arm(
         capture: Steps after which loss, gradients and weights are stored for `compare_arms`.
         folder: Working folder.
         ranks: Number of ranks; None for that of `spec.layout`.
-        timeout_s: Seconds after which the processes are ended.
-        whole_length: Train the beginning of a run as long as `spec` says; otherwise the length of
-            the run, which its schedule uses, is `warmup` + `steps`.
+        timeout_s: Seconds after which the processes are killed.
+        whole_length: Keep the run length of `spec`, which its schedule uses, and train only the
+            beginning. Otherwise the length is `warmup` + `steps`.
 
     Raises:
         InputError: For invalid numbers of steps, or a spec without a task that can be imported.
@@ -175,14 +178,15 @@ def spec_arm(
 
 
 def num_ranks(spec: RunSpec) -> int:
-    """Return the number of ranks of `spec.layout`; an open `replicate` counts as one."""
+    """Return the number of ranks of `spec.layout`; `replicate` counts as 1 if it is not set."""
     return (spec.layout.replicate or 1) * spec.layout.shard
 
 
 def absolute(spec: RunSpec, folder: Path) -> dict[str, dict[str, str]]:
-    """Return the tables of `spec` with relative paths made absolute, from `folder`.
+    """Return the tables of `spec` that contain paths, with the paths made absolute.
 
-    The spec file is written to the arm's folder, where relative paths would have another meaning.
+    Relative paths start from `folder`. The spec file is written to the arm's folder, where they
+    would lead elsewhere.
     """
     tables: dict[str, dict[str, str]] = {}
     file, colon, kind = (spec.task.use or "").partition(":")

@@ -1,4 +1,4 @@
-"""Process of a spec arm: warm-up, measured steps, report. `python -m surefoot.trial.child`."""
+"""Process of an arm that trains a spec: `python -m surefoot.trial.child`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ from surefoot.trial.turns import Turns
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Train the spec named in `words` (default: the command line) and report its measurements."""
+    """Train the spec that the arguments `words` name, and write a report of the measurements.
+
+    Without `words`, the arguments of the command line are used.
+    """
     asked = _parser().parse_args(words)
     measures = {"imported_bytes": float(resident_bytes())}
     spec = spec_file.read_written(asked.spec)
@@ -49,7 +52,7 @@ def main(words: Sequence[str] | None = None) -> None:
                 measures["startup_s"] = time.perf_counter() - asked.started - waited_s
             _keep(found, run, report, asked.capture)
             waited_s += turns.after_step(settle)
-        wait_for(device)  # what is launched is not done: the clock would time the launches
+        wait_for(device)  # otherwise the clock would time kernel launches
         with clock:
             for report in islice(steps, asked.steps):
                 measured.append(report)
@@ -63,7 +66,7 @@ def main(words: Sequence[str] | None = None) -> None:
     loss = measured[-1].loss if measured else None
     if loss is not None and math.isfinite(loss):
         measures["loss"] = loss
-    if measured and not found:  # taking tensors is no part of a step
+    if measured and not found:  # copying tensors is not part of a step
         measures |= clock.per(len(measured)) | _measures_per_sample(measured, clock)
     measures["peak_bytes"] = float(peak_bytes())
     compiled = steward.take()
@@ -79,9 +82,13 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def device_peak_bytes(run: Path, now_bytes: int) -> float:
-    """Return the GPU peak of a run in bytes: the largest of its records and `now_bytes`.
+    """Return the peak of allocated GPU memory over a whole run, in bytes.
 
-    Each record resets the peak; `now_bytes` is the peak since the last one.
+    Each step record of the run contains the peak since the record before.
+
+    Args:
+        run: Folder of the run.
+        now_bytes: Peak since the last record.
     """
     told = [
         event.device_memory
@@ -93,7 +100,7 @@ def device_peak_bytes(run: Path, now_bytes: int) -> float:
 
 @contextmanager
 def exit_if_out_of_memory() -> Iterator[None]:
-    """Return a context that exits with OutOfMemory's code on any out-of-memory error."""
+    """Return a context that exits with the exit code of OutOfMemory on any out-of-memory error."""
     try:
         yield
     except Exception as error:
@@ -104,18 +111,21 @@ def exit_if_out_of_memory() -> Iterator[None]:
 
 
 def first_regular_step(spec: RunSpec) -> int:
-    """Return the first step that runs like all later ones; compilation starts after eager steps."""
+    """Return the number of the first step that runs like all later ones.
+
+    It is 1 without compilation, otherwise the first compiled step, which follows eager steps.
+    """
     return {"none": 1, "step": EAGER_STEPS + 1}.get(spec.compile.what, 2)
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until all kernels launched on `device` are done."""
+    """Wait until all kernels that were launched on `device` have ended."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _measures_per_sample(reports: Sequence[StepReport], clock: Clock) -> dict[str, float]:
-    """Return the measurements of a window per sample, and the work done per sample and step."""
+    """Return the time per sample of the measured steps, and counts of steps, samples and items."""
     samples = sum(report.num_samples for report in reports)
     items = sum(float(count) for report in reports for _, count, _ in report.totals.values())
     if not samples:

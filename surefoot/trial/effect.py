@@ -1,6 +1,6 @@
-"""Results of a trial: each arm compared with a baseline per round, with confidence intervals.
+"""Effects in a trial: each arm is compared with a baseline per round.
 
-An interval that includes no effect is reported as no effect.
+An interval that includes the neutral value (1 for a ratio, 0 for a difference) is no effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Standing = Literal["holds", "fails", "undecided", "not measured"]
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Outcomes of interleaved runs of several arms, and the conditions of the measurement."""
+    """Outcomes of interleaved runs of several variants (arms), with the measurement conditions."""
 
     title: str
     arms: tuple[str, ...]
@@ -30,7 +30,10 @@ class Trial:
     outcomes: tuple[Outcome, ...] = ()
 
     def by_round(self, arm: str, measure: str) -> dict[int, float]:
-        """Return `measure` of the arm per round, for rounds that ended well; without warm-up."""
+        """Return the values of `measure` of one arm, by number of the round.
+
+        Rounds that failed and warm-up rounds are left out.
+        """
         return {
             outcome.round: outcome.measures[measure]
             for outcome in self.outcomes
@@ -41,13 +44,13 @@ class Trial:
         }
 
     def pairs(self, arm: str, baseline: str, measure: str) -> tuple[list[float], list[float]]:
-        """Return the values of the arm and of the baseline for the rounds that have both."""
+        """Return the values of the arm and of the baseline, for the rounds that have both."""
         mine, theirs = self.by_round(arm, measure), self.by_round(baseline, measure)
         shared = sorted(mine.keys() & theirs.keys())
         return [mine[number] for number in shared], [theirs[number] for number in shared]
 
     def failure(self, arm: str) -> str | None:
-        """Return the arm's first failure with the tail of its error; None without failures."""
+        """Return the arm's first failure with the end of its error output; None without one."""
         return next(
             (f"{o.ended}: {o.error}" for o in self.outcomes if o.arm == arm and o.ended != "done"),
             None,
@@ -56,10 +59,14 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """Comparison of one measure of an arm with the baseline's.
+    """Comparison of one measure of a variant (arm) with that of the baseline.
 
-    `value` and `reference` are medians, `interval` is that of the paired comparison, None if no
-    round has both values; `failure` says how the arm failed, if it did.
+    Args:
+        value: Median of the arm.
+        reference: Median of the baseline.
+        interval: Median of the ratios or differences per round, with its 95 % interval; None if no
+            round has values of both.
+        failure: First failure of the arm or the baseline; None without failures.
     """
 
     arm: str
@@ -73,7 +80,10 @@ class Effect:
 
     @property
     def words(self) -> str:
-        """The result in words; an interval that includes no effect is reported as no effect."""
+        """The result as a sentence.
+
+        An interval that includes the neutral value (1 or 0) is reported as "no effect".
+        """
         if self.interval is None:
             return f"{self.arm} was not measured: {self.failure or 'no round has both arms'}"
         what, bounds = _describe_measure(self.measure), _bounds(self)
@@ -95,7 +105,10 @@ class Effect:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Upper limit of an effect: `most` times the baseline, or for a difference in its unit."""
+    """Upper limit of an effect: a multiple of the baseline, or a difference in its unit.
+
+    An effect is the comparison of one measure of a variant (arm) with that of the baseline.
+    """
 
     arm: str
     baseline: str
@@ -104,7 +117,10 @@ class Bar:
     kind: Kind = "ratio"
 
     def standing(self, effect: Effect) -> Standing:
-        """Return "holds" if the interval is at most `most`, "fails" if above, else "undecided"."""
+        """Return "holds" if the interval is at most `most`, "fails" if above, else "undecided".
+
+        It is "not measured" if the effect has no interval.
+        """
         interval = effect.interval
         if interval is None:
             return "not measured"
@@ -119,7 +135,7 @@ class Bar:
 def find_effect(
     trial: Trial, arm: str, baseline: str, measure: str, kind: Kind = "ratio"
 ) -> Effect:
-    """Compare one measure of `arm` with the baseline's over the rounds that have both.
+    """Compare one measure of `arm` with that of `baseline`, over the rounds that have both.
 
     Raises InputError for an unknown arm.
     """
@@ -149,7 +165,10 @@ def find_effect(
 def find_effects(
     trial: Trial, baseline: str, measures: Iterable[str], kind: Kind = "ratio"
 ) -> list[Effect]:
-    """Return the effect of every other arm, in the trial's order; failed arms are included."""
+    """Return the effects of all variants except the baseline; failed ones are included.
+
+    The order is that of `measures`, then that of the arms in the trial.
+    """
     others = [arm for arm in trial.arms if arm != baseline]
     return [
         find_effect(trial, arm, baseline, measure, kind) for measure in measures for arm in others
@@ -157,7 +176,7 @@ def find_effects(
 
 
 def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing]]:
-    """Return each bar with its effect and its standing."""
+    """Return, for each limit in `bars`, the limit, its effect and whether the limit holds."""
     judged = []
     for bar in bars:
         effect = find_effect(trial, bar.arm, bar.baseline, bar.measure, bar.kind)
@@ -166,7 +185,7 @@ def judge(trial: Trial, bars: Sequence[Bar]) -> list[tuple[Bar, Effect, Standing
 
 
 def format_measure(measure: str, value: float | None) -> str:
-    """Return a value in the unit that the name of its measure contains.
+    """Return a value with its unit, which is taken from the name of the measure.
 
     >>> format_measure("cpu_s_per_step", 0.0004), format_measure("peak_bytes", 2**30)
     ('400 us', '1 GiB')
@@ -200,6 +219,6 @@ def _bounds(effect: Effect) -> str:
 
 
 def _describe_measure(measure: str) -> str:
-    """Return a measure's name as words: `mlp/cpu_s_per_step` -> `mlp cpu per step`."""
+    """Return the name of a measure as words, such as `cpu per step` for `cpu_s_per_step`."""
     words = measure.replace("/", " ").replace("_", " ").split()
     return " ".join(word for word in words if word not in ("s", "bytes"))

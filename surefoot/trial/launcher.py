@@ -1,10 +1,11 @@
 """Parent of one process of an arm; started by its path in an isolated interpreter.
 
-Uses the standard library only. The launcher is needed because the kernel's peak memory of a child
-starts at the size of the process that forked it, and this process is small; and because an arm must
-not continue when the harness is killed. The launcher leads a process group, kills the whole group
-when the harness dies (Linux: PR_SET_PDEATHSIG) or sends SIGTERM, and writes one JSON line about the
-process to a descriptor.
+Uses the standard library only. The launcher has two purposes. The kernel counts the peak memory of
+a child from the size of the process that forked it, so that the parent must be small. And an arm
+must not continue when the harness is killed.
+
+The launcher leads a process group. It kills the whole group when the harness ends (Linux:
+PR_SET_PDEATHSIG) or sends SIGTERM. It writes one JSON line about the process to a descriptor.
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ NOT_FOUND = 127  # the exit code of a shell for a command that could not be star
 
 
 def die_with(parent: int, number: int) -> None:
-    """Have the kernel send `number` to this process when `parent` ends (Linux only)."""
+    """Make the kernel send the signal `number` to this process when `parent` ends (Linux only)."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the request
+    if os.getppid() != parent:  # the parent ended before the request
         raise SystemExit(1)
 
 
 def end_group(number: int, frame: FrameType | None) -> None:
-    """Kill every process of this group, including this one."""
+    """Kill every process of this process group, including this process."""
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main() -> None:
-    """Run `launcher.py DESCRIPTOR PARENT COMMAND...`: run the command, write its resource usage."""
+    """Run COMMAND, and write its exit code, CPU seconds and peak memory to DESCRIPTOR.
+
+    The command line is `launcher.py DESCRIPTOR PARENT COMMAND...`.
+    """
     descriptor, parent, command = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     signal.signal(signal.SIGTERM, end_group)
     die_with(parent, signal.SIGTERM)

@@ -1,9 +1,10 @@
 """Numerical comparison of two arms: loss, gradients and weights, with the noise of equal runs.
 
-The distance of two tensors is max |a - b| / scale. The scale is the reference tensor's largest
-magnitude, or a thousandth of the largest magnitude of its group (all gradients of a step, all
-weights of a step) if that is more: a tensor whose values cancel to nothing, such as the gradient of
-a bias before a normalization, holds rounding errors of values as large as its group's.
+The distance of two tensors is max |a - b| / scale. The scale is the largest magnitude in the
+reference tensor, or a thousandth of the largest magnitude in its group (all gradients of a step,
+all weights of a step) if that is larger. The second value matters for a tensor whose values cancel
+to almost zero, such as the gradient of a bias before a normalization: its rounding errors are those
+of values as large as its group's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from surefoot.trial.process import run_arm
 from surefoot.trial.report import read_arrays
 
 TOLERANCE = 1e-5
-# the floor is one draw of a largest difference; another one seldom is three times as large
+# the floor is the largest difference in one pair of runs; that of a different pair is seldom three
+# times as large
 NOISE_FACTOR = 3.0
 MIN_SHARE = 1e-3
 Arrays = Mapping[str, np.ndarray]
@@ -32,10 +34,13 @@ Verdict = Literal["equal", "within noise", "differs"]
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """Comparison of one tensor of two arms.
+    """Comparison of one tensor of two variants (arms).
 
-    `distance` is that of the arms, `floor` that of two equal runs; `problem` says why there is no
-    distance.
+    Args:
+        distance: Distance of the arms; None if there is a `problem`.
+        floor: Distance of two equal runs of the reference; None if it was not measured.
+        tolerance: Largest distance that counts as equal.
+        problem: Reason why there is no distance, such as different shapes.
     """
 
     name: str
@@ -48,7 +53,7 @@ class Gap:
     def verdict(self) -> Verdict:
         """Verdict: "equal" (within the tolerance), "within noise" (of two equal runs) or "differs".
 
-        "within noise" proves nothing.
+        "within noise" does not prove that the arms are equal.
         """
         if self.distance is None:
             return "differs"
@@ -63,7 +68,7 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Parity:
-    """Comparison of all tensors of two arms, the worst first."""
+    """Comparison of all tensors of two variants (arms); the worst tensor comes first."""
 
     arm: str
     reference: str
@@ -79,7 +84,7 @@ class Parity:
 
     @property
     def words(self) -> str:
-        """The verdict in a sentence that names the worst tensor."""
+        """The verdict as a sentence that names the worst tensor."""
         if self.failure is not None or not self.gaps:
             return (
                 f"{self.arm} was not compared with {self.reference}: "
@@ -112,9 +117,14 @@ def compare_arrays(
     tolerance: float = TOLERANCE,
     tolerances: Mapping[str, float] | None = None,
 ) -> list[Gap]:
-    """Compare `other` with `reference`, and `again`, an equal run, for the noise; the worst first.
+    """Compare the tensors of an arm with those of a reference; return the gaps, the worst first.
 
-    `tolerances` maps prefixes of names (`loss/2000`) to separate tolerances.
+    Args:
+        reference: Tensors of the reference by name.
+        again: Tensors of an equal run of the reference, which give the noise.
+        other: Tensors of the arm.
+        tolerance: Largest distance that counts as equal.
+        tolerances: Different tolerances by prefix of the tensors' names, such as `loss/2000`.
     """
     largest = _largest_by_group(reference)
     gaps = []
@@ -141,7 +151,11 @@ def compare_arrays(
 
 
 def check_finite(arrays: Arrays, what: str) -> None:
-    """Raise TaskError if no loss in `arrays` (`loss/...`) is finite: equal NaNs prove nothing."""
+    """Check that `arrays` contain a finite loss (`loss/...`), since equal NaNs prove nothing.
+
+    Raises:
+        TaskError: If no loss is finite; `what` is the subject of the message.
+    """
     losses = [array for name, array in arrays.items() if name.startswith("loss/")]
     if not any(np.isfinite(each.astype(np.float64)).any() for each in losses):
         reported = (
@@ -164,7 +178,7 @@ def compare_arms(
 ) -> Parity:
     """Run `reference` twice and `arm` once in fresh processes, and compare the reported tensors.
 
-    Raises InputError for an arm that writes no report.
+    Raises InputError for an arm whose command writes no report.
     """
     for each in (arm, reference):
         if not each.reports:
@@ -195,7 +209,7 @@ def _failed_parity(arm: Arm, reference: Arm, failure: str) -> Parity:
 
 
 def _group(name: str) -> str:
-    """Return the group of a tensor: `gradient/1/layer.weight` -> `gradient/1`.
+    """Return the group of a tensor, such as `gradient/1` for `gradient/1/layer.weight`.
 
     Magnitudes are comparable within a group.
     """
@@ -222,7 +236,7 @@ def _mismatch(one: np.ndarray | None, other: np.ndarray | None) -> str | None:
 
 
 def _distance(one: np.ndarray, other: np.ndarray, scale: float) -> float | None:
-    """Return max |one - other| / scale; None if non-finite values differ."""
+    """Return max |one - other| / scale over finite values; None if the non-finite values differ."""
     first, second = one.astype(np.float64), other.astype(np.float64)
     finite = np.isfinite(first)
     if not np.array_equal(finite, np.isfinite(second)) or not np.array_equal(

@@ -1,4 +1,4 @@
-"""A run of an arm: start its processes, wait, kill those that remain, return the outcome."""
+"""Execution of an arm: starts its processes, waits for them and returns the outcome."""
 
 from __future__ import annotations
 
@@ -29,11 +29,13 @@ Ending = Literal["done", "crashed", "timed out"]
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one run of an arm: `measures` by name (with the unit), or the tail of its error.
+    """Result of one run of a variant (arm).
 
-    Measured in addition to the arm's report: `process_cpu_s` (all processes), `process_wall_s` and
-    `process_peak_bytes` (the largest process). `round` counts from 0; warm-up rounds are marked and
-    never compared. `exit_code` is that of the process that failed first.
+    `measures` has values by name, with the unit in the name: those that the arm reported, and
+    `process_cpu_s` (summed over all processes), `process_wall_s` and `process_peak_bytes` (of the
+    largest process). After a failure it is empty, `error` is the end of the error output, and
+    `exit_code` is that of the first failed rank. `round` counts from 0. Warm-up rounds are marked
+    by `is_warmup` and never compared.
     """
 
     arm: str
@@ -48,7 +50,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ArmProcess:
-    """A started process of an arm."""
+    """Process of a variant (arm) that has been started."""
 
     process: subprocess.Popen[bytes]
     result: int  # read end of the pipe that its launcher writes to
@@ -56,11 +58,14 @@ class ArmProcess:
 
 
 def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -> Outcome:
-    """Run `arm` once in fresh processes below the folder `work`; `number` is that of the round.
+    """Run `arm` once in fresh processes in the folder `work`, as part of the round `number`.
 
-    The processes end with this call, however it ends. A failure inside an arm is an Outcome, not an
-    exception. Must be called from the main thread: on Linux the processes die with the thread that
-    started them. Raises InputError if the working folder does not exist.
+    No process outlives this call. A failure of the arm is returned in the Outcome and raises
+    nothing. Must be called from the main thread: on Linux the processes are killed when the thread
+    that started them ends.
+
+    Raises:
+        InputError: If the working folder of the arm does not exist.
     """
     if not arm.folder.is_dir():
         raise InputError(f"the working folder {arm.folder} of the arm {arm.name!r} does not exist")
@@ -80,10 +85,9 @@ def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -
 
 @contextlib.contextmanager
 def _rank_variables(arm: Arm) -> Iterator[list[dict[str, str]]]:
-    """Return a context with torchrun's variables of each rank.
+    """Return a context that yields the environment variables of torchrun for each rank.
 
-    The rendezvous port stays bound inside the context, so that no other program gets it and only
-    rank 0 can listen on it.
+    The rendezvous port is bound inside the context, so that no program but rank 0 can listen on it.
     """
     if arm.ranks == 1:
         yield [{}]
@@ -109,7 +113,12 @@ def start_rank(
 ) -> ArmProcess:
     """Start one process of `arm` in the new folder `folder`.
 
-    `turns` is the process's end of the channel by which arms take turns.
+    Args:
+        arm: The arm.
+        folder: Folder to create.
+        variables: Additional variables of the environment.
+        started_s: Value of `time.perf_counter()` that the process gets as `{started_s}`.
+        turns: Descriptor through which arms take turns; None if the process runs alone.
     """
     folder.mkdir(parents=True)
     for name, text in arm.files.items():
@@ -162,7 +171,10 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
 
 
 def _wait(ranks: Sequence[ArmProcess], until_s: float) -> list[dict[str, float] | None]:
-    """Return the result line of each rank's launcher, None if still running; stop at a failure."""
+    """Return the result line of each rank's launcher, or None if the rank still runs.
+
+    The wait ends at `until_s` or once a rank fails.
+    """
     results: list[dict[str, float] | None] = [None] * len(ranks)
     for index in _as_they_end(ranks, until_s):
         result = results[index] = read_result(ranks[index])
@@ -172,7 +184,10 @@ def _wait(ranks: Sequence[ArmProcess], until_s: float) -> list[dict[str, float] 
 
 
 def read_result(rank: ArmProcess) -> dict[str, float]:
-    """Return the launcher's result line; exit code -SIGKILL if it was killed and wrote none."""
+    """Return the launcher's result line.
+
+    A launcher that was killed writes none; the result then has the exit code -SIGKILL.
+    """
     text = os.read(rank.result, 4096)
     result: dict[str, float] = json.loads(text) if text else {"exit_code": -signal.SIGKILL}
     return result
@@ -189,7 +204,11 @@ def _as_they_end(ranks: Sequence[ArmProcess], until_s: float) -> Iterator[int]:
 
 
 def end_rank(rank: ArmProcess) -> None:
-    """Kill the rank's process group, whose id its leader still holds, then reap the leader."""
+    """Kill the process group of a rank, wait for its leader and close the pipe.
+
+    The group is killed before the leader is waited for, because the id of the group could be reused
+    afterwards.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(rank.process.pid, signal.SIGKILL)
     rank.process.wait()
@@ -204,7 +223,7 @@ def judge_outcome(
     number: int,
     is_warmup: bool,
 ) -> Outcome:
-    """Return the outcome of a run from its launchers' results and the report of rank 0.
+    """Return the outcome of a run from the results of its launchers and the report of rank 0.
 
     A result is None if the process was still running.
     """
@@ -246,7 +265,10 @@ def judge_outcome(
 def _problem(
     arm: Arm, ranks: Sequence[ArmProcess], results: Sequence[dict[str, float] | None]
 ) -> tuple[Ending, str] | None:
-    """Return how the first failed rank ended, else the first rank that timed out."""
+    """Return how a rank failed and its error: the first that crashed, else one that timed out.
+
+    Returns None if all ranks ended with exit code 0.
+    """
     for index, result in enumerate(results):
         if result is not None and result["exit_code"] != 0:
             return (
@@ -279,7 +301,7 @@ def _tail(folder: Path) -> str:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 8 * TAIL_CHARACTERS))
             lines = file.read().decode(errors="replace").strip().splitlines()
-        # torch's, before each while ranks are joined
+        # torch prefixes the lines so while ranks are joined
         lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in lines]
         if lines:
             return "\n".join(lines[-TAIL_LINES:])[-TAIL_CHARACTERS:]

@@ -2,7 +2,7 @@
 
     {"version": 1, "measures": {"cpu_s_per_step": 0.00031}, "facts": {"torch": "2.13.0"}}
 
-The name of a measure contains its unit (`_s`, `_bytes`). Pickle is not used. An arm in another
+The name of a measure contains its unit (`_s`, `_bytes`). Pickle is not used. An arm in a different
 language can write the same files.
 """
 
@@ -31,7 +31,7 @@ MAX_BYTES = 1 << 20  # of the JSON: an arm reports numbers, not logs
 
 @dataclass(frozen=True)
 class ProcessReport:
-    """Report of one process: measures by name, and facts as text."""
+    """Report of one process: measures by name, and other facts as text."""
 
     measures: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
@@ -46,8 +46,10 @@ def write_report(
 ) -> None:
     """Write a report to `path`, and `arrays` (name -> NumPy array) to `arrays_of(path)`.
 
-    The report is written whole or not at all. Raises BadRecordError for a measure that is not
-    finite: JSON has no NaN.
+    The report file is replaced atomically.
+
+    Raises:
+        BadRecordError: If a measure is not finite, because JSON has no NaN.
     """
     bad = [name for name, value in measures.items() if not math.isfinite(value)]
     if bad:
@@ -70,7 +72,11 @@ def write_report(
 
 
 def read_report(path: Path) -> ProcessReport:
-    """Return the report at `path`. Raises BadRecordError if it is missing or invalid."""
+    """Return the report at `path`.
+
+    Raises:
+        BadRecordError: If the report is missing or invalid.
+    """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise BadRecordError(f"the report {path.name} is larger than 1 MiB")
@@ -97,12 +103,16 @@ def read_report(path: Path) -> ProcessReport:
 
 
 def arrays_of(path: Path) -> Path:
-    """Return the path of the tensors of the report at `path`."""
+    """Return the path of the tensors that belong to the report at `path`."""
     return path.with_suffix(".safetensors")
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Return the tensors of the report at `path`. Raises BadRecordError if missing or damaged."""
+    """Return the tensors that belong to the report at `path`.
+
+    Raises:
+        BadRecordError: If their file is missing or damaged.
+    """
     try:
         return load_file(arrays_of(path))
     except FileNotFoundError:
@@ -117,7 +127,7 @@ def read_arrays(path: Path) -> dict[str, np.ndarray]:
 
 
 def capture(model: Any, loss: float, step: int) -> dict[str, np.ndarray]:
-    """Return loss, gradients, weights and buffers of a torch module as they are now, for `parity`.
+    """Return copies of the loss, gradients, parameters and buffers of a torch module.
 
     Names are `loss/<step>`, `gradient/<step>/<parameter>` and `weight/<step>/<name>`. Half
     precision is converted to float32, which is exact.
@@ -163,16 +173,16 @@ class Clock:
         )
 
     def leave_out(self, wall_s: float) -> None:
-        """Subtract `wall_s` seconds inside the block, such as the wait for another process."""
+        """Subtract `wall_s` seconds from the wall time, such as a wait for another process."""
         self._wall_s += wall_s
 
     def per(self, steps: int) -> dict[str, float]:
-        """Return the seconds per step of a block of `steps` steps."""
+        """Return the CPU and wall seconds per step, if the `with` block ran `steps` steps."""
         return {"cpu_s_per_step": self.cpu_s / steps, "wall_s_per_step": self.wall_s / steps}
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process; its peak if the system does not report it."""
+    """Return the resident memory of this process in bytes, or its peak if only that is known."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -181,7 +191,7 @@ def resident_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Return the peak resident memory of this process."""
+    """Return the peak resident memory of this process in bytes."""
     try:
         status = Path("/proc/self/status").read_text()
         return (

@@ -1,4 +1,4 @@
-"""Interleaved execution of arms: every arm once per round, so that drift affects all alike."""
+"""Interleaved execution of arms: every arm runs once per round, so that drift affects all alike."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_FAILURES = 2  # with more failures, an arm is not started again: it only del
 
 
 def plan_rounds(names: Sequence[str], rounds: int, *, seed: int = 0) -> list[tuple[str, ...]]:
-    """Return the order within each round: a seeded permutation, then its reverse.
+    """Return the order of the variants in each round: a seeded permutation, then its reverse.
 
-    Of any two arms each is first equally often.
+    In an even number of rounds, each of two variants runs before the other equally often.
 
     >>> plan_rounds(["a", "b"], 4)
     [('a', 'b'), ('b', 'a'), ('a', 'b'), ('b', 'a')]
@@ -41,15 +41,14 @@ def run_rounds(
     seed: int = 0,
     in_turns: bool = False,
 ) -> Iterator[Outcome]:
-    """Run every arm `warmup_rounds + rounds` times, interleaved; yield each Outcome.
+    """Run every variant (arm) `warmup_rounds + rounds` times, interleaved; yield each Outcome.
 
-    One process runs at a time. With `in_turns` the arms of a round run at the same time and take
-    turns while they are measured (`surefoot.trial.turns`): on a machine whose speed drifts, their
-    ratios scatter far less, but all arms must fit in memory together.
+    By default one process runs at a time. With `in_turns` the arms of a round are started together
+    and take turns while they are measured (`surefoot.trial.turns`). On a machine whose speed
+    drifts, the ratios of the arms then scatter far less, but all arms must fit in memory together.
 
     Warm-up rounds fill the caches of disk and interpreter; their outcomes are marked. An arm that
-    crashes or hangs twice is left out afterwards. Raises InputError without arms or rounds, or for
-    equal names.
+    has failed twice is not run again. Raises InputError without arms or rounds, or for equal names.
     """
     named = {arm.name: arm for arm in arms}
     if not arms or len(named) < len(arms) or rounds < 1 or warmup_rounds < 0:

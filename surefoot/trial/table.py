@@ -1,4 +1,4 @@
-"""A trial as data: JSON that restores it, one line per outcome while it runs, and Markdown."""
+"""Conversion of a trial to JSON and back, and of its effects to Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 
 def as_json(trial: Trial) -> str:
-    """Return the whole trial, with raw outcomes, as one JSON object; the inverse is `from_json`."""
+    """Return the trial with its raw outcomes as one JSON object; the inverse is `from_json`."""
     row = {
         "version": VERSION,
         **{
@@ -35,7 +35,11 @@ def as_json(trial: Trial) -> str:
 
 
 def from_json(text: str) -> Trial:
-    """Return the trial that `as_json` wrote. Raises BadRecordError for other text."""
+    """Return the trial that `as_json` converted to `text`.
+
+    Raises:
+        BadRecordError: If `text` is not a trial.
+    """
     try:
         row = json.loads(text)
         version = row.pop("version")
@@ -54,19 +58,26 @@ def from_json(text: str) -> Trial:
 
 
 def as_line(outcome: Outcome) -> str:
-    """Return an outcome as one line of JSON, appended during a trial in case it is killed."""
+    """Return an outcome as one line of JSON.
+
+    Such lines are written during a trial, so that a killed trial leaves its outcomes.
+    """
     return json.dumps(asdict(outcome), allow_nan=False)
 
 
 def write_trial(trial: Trial, path: Path) -> None:
-    """Write the trial as JSON to a temporary file and rename it to `path`."""
+    """Write the trial as JSON to a temporary file, and rename the file to `path`."""
     draft = path.with_name(f".{path.name}.draft")
     draft.write_text(as_json(trial))
     draft.replace(path)
 
 
 def read_trial(path: Path) -> Trial:
-    """Return the trial at `path`. Raises BadRecordError if it cannot be read."""
+    """Return the trial in the file `path`.
+
+    Raises:
+        BadRecordError: If the file cannot be read or is not a trial.
+    """
     try:
         return from_json(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -74,7 +85,7 @@ def read_trial(path: Path) -> Trial:
 
 
 def effect_rows(effects: Iterable[Effect]) -> list[dict[str, Any]]:
-    """Return effects as plain rows, for JSON and for Markdown."""
+    """Return each effect as a dictionary of plain values, for JSON and for Markdown."""
     return [
         {
             "measure": effect.measure,
@@ -119,7 +130,7 @@ def effects_markdown(effects: Sequence[Effect]) -> str:
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table; a bar inside a cell is escaped.
+    """Return a Markdown table; a vertical bar inside a cell is escaped.
 
     >>> print(markdown(["a", "b"], [["1", "2|3"]]), end="")
     | a | b |
@@ -135,7 +146,11 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def find_conditions(
     packages: Iterable[str] = ("torch", "numpy"), *, threads: int = 1
 ) -> dict[str, str]:
-    """Return the conditions of a measurement: hardware, system, Python, threads, `packages`."""
+    """Return the conditions of a measurement on this machine, as text by name.
+
+    They are the hardware, the operating system, the Python version, the number of threads and the
+    versions of `packages`.
+    """
     machine = find_machine()
     found = {
         "processor": machine.processor,

@@ -1,9 +1,9 @@
-"""Arms that take turns: all are started; one runs for 0.1 s while the others are stopped.
+"""Arms that take turns: all are started, but only one at a time runs, for 0.1 s.
 
 The speed of a machine drifts within seconds (other tenants, clock rates, caches), so that two
-consecutive runs differ by several percent. Turns shorter than the drift affect all arms alike. A
-process ends its turn between two steps, and is then stopped with all its threads; the time of the
-stop is left out of its wall time.
+consecutive runs differ by several percent. Turns that are shorter than the drift affect all arms
+alike. A process ends its turn between two steps. It is then stopped with all its threads, and the
+time of the stop is left out of its wall time.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ POLL_S = 0.0002
 
 
 class Turns:
-    """Turns of the measured process; without a `descriptor` it runs alone, in one endless turn.
+    """Turns of a measured process; if `descriptor` is None, the process runs alone without turns.
 
-    The first turn ends with the first step, so that the warm-up afterwards is done in turns too: a
-    process that waited for the others to start would begin its measured steps with cold caches (2 %
-    of a second).
+    The first turn ends after the first step, so that the rest of the warm-up is done in turns too.
+    Otherwise a process would wait for the others to start and begin its measured steps with cold
+    caches, which costs 0.02 s.
     """
 
     def __init__(self, descriptor: int | None) -> None:
@@ -49,7 +49,7 @@ class Turns:
         self._until_s = 0.0
 
     def after_step(self, settle: Callable[[], object]) -> float:
-        """End this turn if its time is over, and wait for the next; return the seconds waited.
+        """End this turn if its time is over, wait for the next turn, and return the seconds waited.
 
         `settle` waits for the kernels that this process has launched on a device.
         """
@@ -66,7 +66,7 @@ class Turns:
 
 @dataclass
 class _ArmTurns:
-    """Harness's side of one arm; `pid` is the process to stop, known after its first turn."""
+    """State of one arm in the harness; `pid` is the process to stop, known after its first turn."""
 
     arm: Arm
     rank: ArmProcess
@@ -77,11 +77,11 @@ class _ArmTurns:
     results: list[dict[str, float] | None] = field(default_factory=lambda: [None])
 
     def play(self) -> None:
-        """Run one turn, until the process hands it over or ends, or the arm's time is over."""
+        """Run one turn: until the process ends it or exits, or the arm has used up its time."""
         begun_s = time.perf_counter()
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError, BrokenPipeError):
-                # it was ended while it stood still
+                # the process was killed while it was stopped
                 os.kill(self.pid, signal.SIGCONT)
                 self.channel.send_bytes(b"go")
         result, channel = self.rank.result, self.channel.fileno()
@@ -101,7 +101,7 @@ class _ArmTurns:
 
 
 def _stop(pid: int) -> None:
-    """Stop a process and wait until all its threads are stopped or it has ended."""
+    """Stop a process, and wait until all its threads are stopped or it has ended."""
     with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
         os.kill(pid, signal.SIGSTOP)
         while psutil.Process(pid).status() not in (
@@ -115,11 +115,13 @@ def _stop(pid: int) -> None:
 def run_in_turns(
     arms: Sequence[Arm], work: Path, *, number: int = 0, is_warmup: bool = False
 ) -> list[Outcome]:
-    """Run each of `arms` once below the folder `work`, in turns during the measured steps.
+    """Run each of `arms` once in the folder `work`, in turns after the first step of each.
 
-    Up to their first measured step the arms run one after the other. An arm that never ends its
-    turn runs alone. Raises InputError for an arm with more than one rank, since ranks wait for each
-    other in a step.
+    Up to its first step, each arm runs alone. An arm that never ends its turn runs until its end
+    without turns.
+
+    Raises:
+        InputError: If an arm has more than one rank, since ranks wait for each other in a step.
     """
     crowd = [arm.name for arm in arms if arm.ranks > 1]
     if crowd:

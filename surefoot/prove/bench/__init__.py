@@ -1,4 +1,4 @@
-"""Time of a step of a spec, and how close it is to the limits of the machine.
+"""Time of a training step, and its distance to the limits of the machine.
 
 For `surefoot bench step` and `surefoot roofline`.
 """

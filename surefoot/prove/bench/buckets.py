@@ -1,9 +1,9 @@
 """All-reduce of a model's gradients: its time alone, and the bucket sizes of the shortest step.
 
-A bucket is sent while the backward pass continues, so the time of the all-reduce alone says little:
-large buckets are always the fastest, and the last to finish. Therefore whole steps are compared,
-with the sizes interleaved. The fastest layout is then compared with the spec's layout in separate
-rounds, since the fastest of many is fastest partly by chance.
+A bucket is sent while the backward pass continues, so the time of the all-reduce alone does not
+decide. Large buckets have the shortest all-reduce, but they are the last to finish. Therefore whole
+steps are compared, with the sizes interleaved. The fastest layout is then compared with the spec's
+layout in separate rounds, since the fastest of many is fastest partly by chance.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from surefoot.train.resume import together
 from surefoot.train.resume.program import Program
 from surefoot.train.step.ranks import Ranks
 
-STEPS, UNTIMED = 3, 1  # steps per visit to a bucket layout
+STEPS, UNTIMED = 3, 1  # timed and untimed steps per visit to a layout
 # bytes of the largest all-reduce from which latency and bandwidth are fitted
 MIN_LINK, MAX_LINK = 64 << 10, 64 << 20
 Tell = Callable[[str], None]
@@ -38,7 +38,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class BucketSizes:
-    """A bucket layout: the bytes of all buckets but a step's first, and the bytes of the first."""
+    """Bucket layout: the size of a step's first bucket and that of all others, in bytes."""
 
     bucket_bytes: int
     first_bytes: int
@@ -46,9 +46,12 @@ class BucketSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketTiming:
-    """Steps with one bucket layout: the bytes of each bucket, and the seconds of a step.
+    """Measured step time with one bucket layout.
 
-    `elapsed` is the median over rounds with its 95 % interval.
+    Args:
+        laid: The layout.
+        bucket_sizes: Bytes of each bucket.
+        elapsed: Median over rounds of the seconds of a step, with its 95 % interval.
     """
 
     laid: BucketSizes
@@ -58,7 +61,10 @@ class BucketTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutDuel:
-    """Two layouts compared round by round: step time with `laid` over step time with `against`."""
+    """Comparison of two bucket layouts: the step time with `laid` over that with `against`.
+
+    `ratio` is the median over rounds with its 95 % interval.
+    """
 
     laid: BucketSizes
     against: BucketSizes
@@ -69,9 +75,10 @@ class LayoutDuel:
 class BucketTuning:
     """Results of the measurement of bucket layouts.
 
-    `best` compares the fastest layout of the sweep with the spec's. `first` compares the fastest
-    with the same layout whose first bucket is as large as the others. Each is None if both
-    layouts are the same.
+    `own` is the layout of the spec. `best` compares the fastest measured layout with it. `first`
+    compares the fastest layout with one whose first bucket is as large as the others. Each
+    comparison is None if its two layouts are the same. `alone` is the time of the all-reduce
+    without a backward pass.
     """
 
     ranks: int
@@ -98,19 +105,22 @@ class BucketTuning:
 
     @property
     def predicted_s(self) -> float:
-        """Seconds of the all-reduce, predicted from latency and bandwidth."""
+        """Predicted seconds of the all-reduce of the gradients in the spec's buckets.
+
+        The prediction is computed from latency and bandwidth.
+        """
         return reduce_s(self.own_sizes, self.link)
 
     @property
     def advised_bytes(self) -> float | None:
-        """Bucket size computed from latency and bandwidth; None without a bandwidth."""
+        """Bucket size computed from latency and bandwidth; None if the bandwidth is unknown."""
         return best_bucket_bytes(self.gradient_bytes, self.link)
 
     @property
     def chosen(self) -> BucketSizes:
-        """Layout to configure: the fastest of the sweep if its separate rounds confirm it.
+        """Layout to configure: the fastest one if a second measurement confirms that it is faster.
 
-        Otherwise the spec's layout.
+        Otherwise it is the layout of the spec.
         """
         return (
             self.best.laid
@@ -120,15 +130,16 @@ class BucketTuning:
 
 
 def tune(spec: RunSpec, wanted: Buckets, *, tell: Tell = lambda text: None) -> BucketTuning:
-    """Measure bucket layouts on the ranks of which this process is one.
+    """Measure bucket layouts on all ranks; every rank must call this.
 
-    Raises InputError or a subclass for a spec that several ranks cannot share, UserCodeError for an
-    error of the task.
+    Raises:
+        InputError: For a spec that cannot run on several ranks.
+        UserCodeError: For an error in the code of the task.
     """
     own = BucketSizes(
         parse_bytes(spec.layout.bucket_size), parse_bytes(spec.layout.first_bucket_size)
     )
-    # each size, the spec's layout, and two duels
+    # for each size, the spec's layout, and two comparisons of two layouts
     most = (len(wanted.sizes) + 5) * wanted.rounds * (UNTIMED + STEPS)
     with contextlib.ExitStack() as stack:
         group = stack.enter_context(together.join_ranks(spec))
@@ -200,7 +211,7 @@ def _compare_layouts(
 
 
 class _Bench:
-    """The steps of a spec on this rank; the bucket layout can change between two steps."""
+    """Training steps of a spec on this rank; the bucket layout can change between two steps."""
 
     def __init__(self, rehearsal: Rehearsal, group: Group, tell: Tell) -> None:
         ranks = rehearsal.assembly.engine.stepper.ranks
@@ -215,16 +226,20 @@ class _Bench:
         return tuple(size for replicas in self._ranks.replicas for size in replicas.bucket_sizes)
 
     def distinct_layouts(self, ways: Sequence[BucketSizes]) -> list[BucketSizes]:
-        """Return one layout for each distinct set of buckets: a small model has few of them."""
+        """Return the layouts without those that result in the same buckets as an earlier one.
+
+        In a small model, many sizes result in the same buckets.
+        """
         found: dict[tuple[int, ...], BucketSizes] = {}
         for way in ways:
             found.setdefault(self.use(way), way)
         return list(found.values())
 
     def time_alone(self, calls: int, warmup: int) -> Interval:
-        """Time the all-reduce of all gradients without a backward pass to overlap.
+        """Time the all-reduce of all gradients without a backward pass that overlaps it.
 
-        The gradients are zeros, since values that are summed in place repeatedly would become Inf.
+        The gradients are zeros, since other values would become Inf when they are summed in place
+        repeatedly.
         """
         parameters = [
             each for update in self.rehearsal.assembly.updates for each in update.guarded.parameters
@@ -246,8 +261,8 @@ class _Bench:
     ) -> dict[BucketSizes, list[float]]:
         """Return the seconds of a step with each layout, one value per round.
 
-        A value is the median of a few steps, on the slowest rank. Every round measures every layout
-        and starts with another one.
+        A value is the median of a few steps on the slowest rank. Every round measures every layout
+        and starts with a different one.
         """
         found: dict[BucketSizes, list[float]] = {way: [] for way in ways}
         for number in range(rounds):
@@ -266,6 +281,6 @@ class _Bench:
 
 
 def send(replicas: Replicas) -> None:
-    """Start the reduction of all gradients that are present, and wait for its end."""
+    """Reduce the present gradients over all ranks, and wait for the end of the reduction."""
     replicas.arm()
     replicas.finish()

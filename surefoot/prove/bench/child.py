@@ -19,9 +19,11 @@ from surefoot.trial import peak_bytes, write_report
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the calls and report the seconds of each, the first one included.
+    """Time the calls that the arguments `words` request, and write a report.
 
-    The process exits with the message of an error of the spec or the task.
+    A call is a forward pass, a forward and backward pass, or a training step. The report has the
+    seconds of each call, including the first. If the spec or the task is wrong, the process exits
+    with the message of the error.
     """
     asked = _parser().parse_args(words)
     elapsed_s: list[float] = []

@@ -1,4 +1,4 @@
-"""Collectives on the available ranks: checked by their definition, timed over sizes, fitted."""
+"""Measurement of collectives on the available ranks: correctness, time by size, and a fit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCollective:
-    """A collective over `num_bytes` bytes: median seconds of its calls, with a 95 % interval.
+    """Median time of the calls of a collective over `num_bytes` bytes, with its 95 % interval.
 
-    The time of a call is that of the slowest rank.
+    The time of a call is that of the slowest rank, in seconds.
     """
 
     collective: str
@@ -38,7 +38,10 @@ class TimedCollective:
 
     @property
     def bytes_per_s(self) -> float:
-        """Algorithm bandwidth: size over time; not a link's speed, and lower with more ranks."""
+        """Algorithm bandwidth: bytes over time.
+
+        It is not the speed of a link, and it falls as the number of ranks grows.
+        """
         return self.num_bytes / self.elapsed.estimate
 
     @property
@@ -49,9 +52,10 @@ class TimedCollective:
 
 @contextlib.contextmanager
 def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
-    """Join the group of ranks of which this process is one, on the device that `--device` names.
+    """Return a context that joins this process with all ranks, on the device that `--device` names.
 
-    Raises InputError if a rank has no device for itself.
+    Raises:
+        InputError: If a rank has no device of its own, or GPUs are used and `transport` is set.
     """
     try:
         chosen = find_device(device)
@@ -73,9 +77,10 @@ def on_ranks(device: str, transport: Transport = "auto") -> Iterator[Group]:
 def measure(
     group: Group, wanted: Sizes, *, tell: Tell = lambda text: None
 ) -> tuple[TimedCollective, ...]:
-    """Time every collective over every size; each rank returns the same rows.
+    """Time every collective in `wanted` over every size; all ranks return the same rows.
 
-    Raises NumbersError for a collective with wrong results.
+    Raises:
+        NumbersError: If a collective returns wrong values.
     """
     rows: list[TimedCollective] = []
     for name in wanted.collectives:
@@ -89,9 +94,10 @@ def measure(
 
 
 def check(group: Group, name: str) -> None:
-    """Check a collective against its definition on a small buffer.
+    """Check a collective on a small buffer against its definition.
 
-    Raises NumbersError on every rank if the result is wrong on any rank.
+    Raises:
+        NumbersError: On every rank, if the result is wrong on any rank.
     """
     is_right = Collective(name, group, 1 << 10).is_right()
     wrong = (
@@ -118,7 +124,8 @@ def time_collective(
 ) -> TimedCollective:
     """Time `calls` samples of a collective, after `warmup` samples that are not counted.
 
-    A sample is `collective.period` consecutive calls, so that no rank runs ahead of the others.
+    A sample consists of `collective.period` consecutive calls, so that no rank runs ahead of the
+    others.
     """
     elapsed_s = time_calls(
         group, lambda: list(map(collective.call, range(collective.period))), calls, warmup
@@ -132,7 +139,10 @@ def time_collective(
 
 
 def time_calls(group: Group, job: Callable[[], object], calls: int, warmup: int) -> list[float]:
-    """Return the seconds of each call of `job` on the slowest rank, with the GPU synchronized."""
+    """Return the seconds of each call of `job` on the slowest rank, with the GPU synchronized.
+
+    The first `warmup` calls are not included.
+    """
     found: list[float] = []
     for number in range(-warmup, calls):
         if number <= 0:
@@ -151,7 +161,7 @@ def _synchronize(group: Group) -> None:
 
 
 def fit(rows: Sequence[TimedCollective]) -> dict[str, Link]:
-    """Fit latency and bandwidth for each collective with two sizes or more."""
+    """Return latency and bandwidth of each collective that was timed with two sizes or more."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         points.setdefault(row.collective, []).append((row.num_bytes, row.elapsed.estimate))

@@ -1,6 +1,6 @@
 """Gradient values of a spec that would underflow to zero in fp16, counted by module.
 
-They come from one forward and backward pass of its first batch in fp32.
+The gradients come from one forward and backward pass over the first batch in fp32.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from surefoot.prove.ladder import rungs
 
 
 def find_flushed(spec: RunSpec, scales: Sequence[float]) -> tuple[UnderflowShare, ...]:
-    """Return, by module and parameter, the share of gradient values that fp16 underflows to zero.
+    """Return, by module and parameter, the share of gradient values that underflow to zero in fp16.
 
-    The gradients are those of a mean loss; there is one share for each of `scales`.
+    The gradients are those of a mean loss, multiplied by each of the loss scales in `scales`.
     """
     wide = rungs.change(spec, {f"precision.{key}": None for key in key_names("precision")})
     with (

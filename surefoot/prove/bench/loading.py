@@ -1,7 +1,7 @@
-"""The number of loader workers that a spec needs.
+"""Search for the number of loader workers that a spec needs.
 
-Measured are the samples per second that steps could take, those that loaders with several settings
-produce, and both together.
+Measured are the samples per second of steps that never wait for data, of the loader alone with
+several settings, and of steps with the loader.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.train.step import Stepper
 
 MANY_STEPS = 10**6  # more steps than any measurement takes
-MIN_STEPS = 3  # fewest steps of a measurement, whatever they take
+MIN_STEPS = 3  # fewest steps of a measurement, however long they take
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTiming:
-    """A loader setting, with samples per second of the loader alone and of steps that use it.
+    """Setting of the loader with its measured speed.
 
-    `waiting` is the share of the steps' time that they wait for data.
+    `supply_per_s` is the samples per second of the loader alone, `samples_per_s` that of steps with
+    it. `waiting` is the share of the steps' time in which they wait for data.
     """
 
     workers: int
@@ -50,10 +51,10 @@ class LoaderTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderTuning:
-    """The chosen loader setting and every tried one.
+    """Chosen setting of the loader, and all settings that were measured.
 
-    `demand_per_s` is samples per second of steps whose data is already loaded; `why` is the reason
-    for the choice.
+    `demand_per_s` is the samples per second of steps whose data is already loaded. `why` is the
+    reason for the choice.
     """
 
     demand_per_s: float
@@ -71,7 +72,7 @@ class LoaderTuning:
 
 
 class _RepeatedStepLoader:
-    """A stand-in for a loader: every step gets the batches of one step."""
+    """Substitute for a loader that returns the batches of one step for every step."""
 
     def __init__(self, taken: StepBatches) -> None:
         self._taken = taken
@@ -84,9 +85,9 @@ class _RepeatedStepLoader:
 
 
 class Trials:
-    """Measurements of loader settings on the steps of one process, some seconds for each.
+    """Measurements of loader settings in the steps of one process, for some seconds each.
 
-    `tried` lists them in the order in which they were made.
+    `tried` lists the results in the order of the measurements.
     """
 
     def __init__(self, rehearsal: Rehearsal, seconds: float, tell: Tell) -> None:
@@ -109,7 +110,7 @@ class Trials:
             self._stepper.loader = self.loader
 
     def measure(self, settings: LoaderSettings) -> LoaderTiming:
-        """Measure the loader alone, then with steps; add the result to `tried`."""
+        """Measure the loader with `settings`, alone and in steps; add the result to `tried`."""
         self._tell(
             f"{settings.workers} workers ({settings.kind}), {settings.prefetch} ahead"
             if settings.workers
@@ -142,14 +143,14 @@ class Trials:
         return samples / (time.perf_counter() - begun_s)
 
     def _take(self) -> int:
-        """Read the batches of one more step; return the number of their samples."""
+        """Read the batches of one more step and return the number of samples in them."""
         self._step += 1
         return len(self.loader.take(self._step).window.ids)
 
     def _steps(self, count: int | None) -> tuple[float, float]:
-        """Run `count` steps, or as many as the time allows.
+        """Run `count` steps, or as many as the time allows if `count` is None.
 
-        Return samples per second, and the share of the time that the steps waited for data.
+        Returns samples per second, and the share of the time in which the steps waited for data.
         """
         self._rehearsal.synchronize()
         begun_s, samples, waiting_s, done = time.perf_counter(), 0, 0.0, 0
@@ -169,11 +170,12 @@ def tune(
 ) -> LoaderTuning:
     """Find the loader setting with which the steps of `spec` do not wait for data.
 
-    The number of workers is found as `loader.workers = "auto"` finds it during a run: 0, 1, 2, 4
-    workers and so on, up to `most` (4 to 8 by default, by the number of cores), for `seconds` each,
-    alone and with steps. If steps still wait for data, the other kind of worker and twice the
-    prefetch are tried with that number. Raises InputError for no time, and what a run of the spec
-    raises.
+    The number of workers is found as in a run with `loader.workers = "auto"`: 0, 1, 2, 4 and so on
+    up to `most` workers are measured, each for `seconds` alone and with steps. By default `most` is
+    4 to 8, depending on the number of cores. If steps still wait for data, the other type of worker
+    (thread or process) and twice the prefetch are measured.
+
+    Raises InputError if `seconds` is not above 0, and every error of a run of the spec.
     """
     if not seconds > 0 or (most is not None and most < 0):
         raise InputError(
@@ -214,5 +216,5 @@ def _search(spec: RunSpec, trials: Trials, most: int) -> LoaderTiming:
 
 
 def choose_faster(before: LoaderTiming, after: LoaderTiming) -> LoaderTiming:
-    """Return `after` if its steps are so much faster that this is not noise, else `before`."""
+    """Return `after` if its steps are faster by more than the noise, else `before`."""
     return after if after.samples_per_s > before.samples_per_s * (1 + GAIN) else before

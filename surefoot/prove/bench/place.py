@@ -1,6 +1,6 @@
-"""A spec's training step on the roofline of this machine.
+"""Position of a spec's training step on the roofline of this machine.
 
-The peaks are measured, the step is timed, and its FLOPs and bytes are counted.
+The peaks of the machine are measured, the step is timed, and its FLOPs and bytes are counted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRooflinePoint:
-    """A training step on the roofline.
+    """Training step on the roofline of this machine.
 
-    `step_s` is the median over steps without the counter; `model_flops` are the FLOPs that the
-    model itself needs, without recomputation. `rule_flops` is the rule of thumb, 6 x parameters x
-    tokens plus attention, where the task gives its tokens. `load` is the load average of the minute
-    before the measurement, caused by other processes.
+    `step_s` is the median over steps without operator counting. `model_flops` are the FLOPs of the
+    model without recomputation. `rule_flops` is the rule of thumb, 6 x parameters x tokens plus
+    attention; it is None if the number of tokens is unknown. `load` is the load average of the
+    system in the minute before the measurement, which other processes have caused.
     """
 
     peaks: Peaks
@@ -104,7 +104,10 @@ class MeasuredRooflinePoint:
 
 
 def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, Peaks | None]:
-    """Measure the peaks of the device; for a CPU with several threads, also those of one core."""
+    """Measure the peak performance of the device, and that of one CPU core.
+
+    The second value is None on a GPU.
+    """
     tell(
         f"measuring the peaks of {device.type}"
         + (f" with {threads} threads" if device.type == "cpu" else "")
@@ -117,7 +120,11 @@ def find_peaks(device: torch.device, threads: int, tell: Tell) -> tuple[Peaks, P
 
 
 def place(spec: RunSpec, *, steps: int, tell: Tell = lambda text: None) -> MeasuredRooflinePoint:
-    """Time `steps` steps of the spec, and count a few more. Raises InputError for no steps."""
+    """Time `steps` steps of the spec, and count the operators of a few more.
+
+    Raises:
+        InputError: If `steps` is less than 1.
+    """
     if steps < 1:
         raise InputError(f"--steps is {steps}", hint="use --steps 1 or more")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
@@ -174,7 +181,10 @@ def _make_roofline_point(
 
 
 def _median_work(counters: list[Counter], module: str) -> list[OperatorWork]:
-    """Return what the last counted step did in a module, each time a median over counted steps."""
+    """Return the operators in a module in the last counted step, the longest first.
+
+    The time of an operator is the median over all counted steps.
+    """
     times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for counter in counters:
         for work in counter.of(module):
@@ -189,7 +199,7 @@ def _median_work(counters: list[Counter], module: str) -> list[OperatorWork]:
 def _points(counters: list[Counter], whole: list[OperatorWork], peaks: Peaks) -> tuple[Point, ...]:
     """Return a point per operator and dtype, then a point per module, the longest first.
 
-    A module includes its backward pass and everything inside it.
+    A module includes its backward pass and its submodules.
     """
     operators = [find_point(work.operator, "operator", [work], peaks) for work in whole]
     modules = [
@@ -200,9 +210,9 @@ def _points(counters: list[Counter], whole: list[OperatorWork], peaks: Peaks) ->
 
 
 def _utilization(whole: list[OperatorWork], flops_per_sample: float, peaks: Peaks) -> Utilization:
-    """Return the utilization, relative to the peak of the dtype with most of the model's FLOPs.
+    """Return the utilization relative to the peak of the dtype with most of the model's FLOPs.
 
-    The peak is the maker's for a known GPU, else the one measured on this machine.
+    The peak is that of the manufacturer for a known GPU, else the one measured on this machine.
     """
     by_dtype: dict[str, float] = {}
     for work in whole:

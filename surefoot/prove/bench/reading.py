@@ -1,7 +1,7 @@
-"""Read and decode speed of samples: cold and warm, with several numbers of workers.
+"""Speed of reading and decoding samples: cold and warm, with several numbers of workers.
 
-Each sample is read and decoded once, in random order as training does, and then dropped. `cold` is
-the first read after the files were dropped from the page cache; `warm` reads the same samples
+Each sample is read and decoded once, in random order as in training, and then dropped. `cold` is
+the first read after the files were removed from the page cache; `warm` reads the same samples
 again.
 """
 
@@ -37,17 +37,17 @@ Tell = Callable[[str], None]
 
 
 class TimedSource(Protocol):
-    """A source that measures the time of its reads."""
+    """Source of samples that measures the time of its reads."""
 
     def explain(self, ids: np.ndarray) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedReading:
-    """Reading with `workers` from a `state`: "cold", "warm", or "delay" (warm, with a delay).
+    """Speed of reading in one state of the files: "cold", "warm", or "delay" (warm, with a delay).
 
-    `samples_per_s` and `bytes_per_s` count samples and bytes of files; `read`, `decode` and `delay`
-    are shares of the workers' time.
+    `bytes_per_s` counts bytes of files. `read`, `decode` and `delay` are shares of the workers'
+    time.
     """
 
     workers: int
@@ -62,10 +62,10 @@ class TimedReading:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredReading:
-    """Results of the read measurement, and what was measured.
+    """Results of a measurement of reading.
 
-    `dropped` says whether the system dropped the files from its cache, so that "cold" measures the
-    device.
+    `what` describes the data. `dropped` is True if the system removed the files from its cache, so
+    that "cold" measures the device.
     """
 
     what: str
@@ -81,7 +81,7 @@ class MeasuredReading:
 
 @dataclass(frozen=True)
 class _SourceToMeasure:
-    """A source to measure, its files, and the bytes of each sample."""
+    """Source to measure, with its files and the size of each sample in bytes."""
 
     source: TimedSource
     files: list[Path]
@@ -100,11 +100,15 @@ def measure(
     kind: Kind = "thread",
     tell: Tell = lambda text: None,
 ) -> MeasuredReading:
-    """Read up to `samples` of tars, URLs or an image folder, for up to `seconds` per row.
+    """Read up to `samples` samples of tars, URLs or an image folder, for up to `seconds` per row.
 
-    Workers are threads or processes, by `kind`. With a delay, the warm files are also read while
-    `delay_s` seconds are slept per sample, as a stand-in for a slow disk. Raises InputError for
-    numbers that measure nothing, DataError for unreadable data.
+    A row is a number of workers with cold or warm files. If `delay_s` is not 0, the warm files are
+    read again with a sleep of `delay_s` seconds per sample, which simulates a slow disk. `kind`
+    selects threads or processes as workers.
+
+    Raises:
+        InputError: For numbers with which nothing can be measured.
+        DataError: For unreadable data.
     """
     if (
         not workers
@@ -152,7 +156,11 @@ def measure(
 
 
 def find(paths: Sequence[str]) -> _SourceToMeasure:
-    """Open tars, folders or URLs of tars, or a folder of images by class; else raise DataError."""
+    """Open tars, folders or URLs of tars, or a folder of images by class.
+
+    Raises:
+        DataError: If the data cannot be read.
+    """
     folder = Path(paths[0]).expanduser()
     if (
         len(paths) == 1
@@ -195,7 +203,7 @@ def _begin(source: TimedSource) -> None:
 
 
 def _explain(delay_s: float, ids: np.ndarray) -> tuple[float, float, float]:
-    """Return the seconds that a batch of samples takes to read, to decode and to sleep."""
+    """Return the seconds to read and to decode a batch of samples, and those of the sleep."""
     costs = _source.explain(ids)
     begun_s = time.perf_counter()
     time.sleep(delay_s * len(ids))

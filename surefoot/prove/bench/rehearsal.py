@@ -1,4 +1,4 @@
-"""A spec's step, repeated outside of a run: forward, forward and backward, or the whole step.
+"""Repetition of a spec's step outside of a run: forward pass, both passes, or the whole step.
 
 Nothing is written.
 """
@@ -25,11 +25,12 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 class Rehearsal:
-    """A context before the first step of `spec`, which is lengthened to `steps` steps if needed.
+    """Context in which the step of `spec` can be repeated before any training.
 
-    `forward` computes the losses of the first batch, `backward` also their gradients; both use
-    batches that were read before and are on the device. `step` is the whole training step with
-    data, clipping and optimizer step; the ranks of `group` share it.
+    The length of the run is extended to `steps` if it is shorter. `take("forward")` computes the
+    losses of the first batch, and `take("backward")` also their gradients; both use batches that
+    are already on the device. `take("step")` is a whole training step with data, clipping and
+    optimizer step. The ranks of `group` share its batch.
     """
 
     def __init__(self, spec: RunSpec, *, steps: int, group: Group = ALONE) -> None:
@@ -51,9 +52,10 @@ class Rehearsal:
         self._put_back()
 
     def take(self, mode: Mode) -> None:
-        """Run one step, or the part that `mode` names, and wait for the device.
+        """Run one step, or the part of it that `mode` names, and wait for the device.
 
-        Raises InputError for any other mode.
+        Raises:
+            InputError: For an unknown mode.
         """
         if mode not in MODES:
             raise InputError(f"there is no mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
@@ -71,7 +73,7 @@ class Rehearsal:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the first step; of batches, if their sizes are unknown."""
+        """Number of samples in the first step, or of batches if their sizes are unknown."""
         feed = self.assembly.feed
         source, window = feed.source, feed.window(0)
         if not isinstance(source, Iterated):
@@ -102,7 +104,10 @@ class Rehearsal:
 
 
 def _assemble_for_steps(spec: RunSpec, steps: int, group: Group) -> Assembly:
-    """Assemble the spec; lengthen a run that ends before `steps`, as its schedule ends with it."""
+    """Assemble the spec, with its length extended to `steps` if it is shorter.
+
+    A schedule ends with the length of the run.
+    """
     mesh = Mesh(group, group, ALONE)
     assembly = assemble(spec, mesh=mesh)
     total = assembly.course.total_steps

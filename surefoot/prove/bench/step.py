@@ -1,6 +1,6 @@
-"""Time of a step for lists of sizes and dtypes, in fresh, interleaved processes.
+"""Time of a step for combinations of settings, measured in fresh, interleaved processes.
 
-There is one process for each variant and mode.
+There is one process per round for each variant and mode.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ PERCENTILES = (0.5, 0.95, 0.99)
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A spec, and the values that distinguish it from the others, for example `{"task.width":
-    "64"}`.
-    """
+    """Spec and the values that distinguish it from the others, such as `{"task.width": "64"}`."""
 
     values: Mapping[str, str]
     spec: RunSpec
@@ -34,11 +32,12 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedMode:
-    """Times of one mode of one variant, over the `n` calls after the warm-up in all rounds.
+    """Times of one mode of one variant: "forward", "backward" (both passes) or "step".
 
-    `cold_mean_s` is the mean of the first `n` calls of a process, warm-up calls included; `first_s`
-    is the median of the very first calls. `against` compares the means of the rounds with those of
-    the first variant. A failed measurement has its error and no times.
+    The times are over the `n` calls after the warm-up of each round. `cold_mean_s` is the mean of
+    the first `n` calls of each process, including the warm-up. `first_s` is the median of the first
+    calls. `against` compares the mean of each round with that of the first variant. If all rounds
+    failed, `failure` has the error and the times are None.
     """
 
     mode: Mode
@@ -66,7 +65,7 @@ class TimedMode:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Results of `surefoot bench step`, and their conditions."""
+    """Results of `surefoot bench step`, with the conditions of the measurement."""
 
     rows: tuple[TimedMode, ...]
     warmup: int
@@ -76,9 +75,12 @@ class Bench:
 def vary(
     make: Callable[[Sequence[tuple[str, Any, str]]], RunSpec], lists: Sequence[str]
 ) -> list[Variant]:
-    """Return a variant for every combination of `key=value,value` lists.
+    """Return a variant for every combination of values in lists such as `key=value,value`.
 
-    `make` returns the spec with given overrides. Raises SpecError for a malformed or repeated list.
+    `make` returns the spec with the given overrides.
+
+    Raises:
+        SpecError: If a list is malformed, or a key or a spec is repeated.
     """
     keys = [text.partition("=")[0].strip() for text in lists]
     twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
@@ -98,9 +100,10 @@ def vary(
 
 
 def _split(text: str) -> list[tuple[str, Any, str]]:
-    """Return the values of `key=value,value`, read as a TOML list, else as words.
+    """Return the values of a list such as `key=value,value`.
 
-    Commas inside a list or a string stay.
+    They are read as a TOML list, or as words if that fails. Commas inside a list or a string do not
+    separate values.
 
     >>> [value for _, value, _ in _split("task.sizes=[64, 64],[128]")]
     [[64, 64], [128]]
@@ -133,9 +136,12 @@ def bench(
     rounds: int = 3,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Bench:
-    """Time every mode of every variant.
+    """Time every mode of every variant in `rounds` rounds.
 
-    Raises InputError for counts that measure nothing, and for more than 100 combinations.
+    In each round, `n` calls are timed after `warmup` calls.
+
+    Raises:
+        InputError: For counts with which nothing can be measured, or more than 100 combinations.
     """
     if n < 2 or warmup < 0 or rounds < 1 or n + warmup > MAX_CALLS:
         raise InputError(
@@ -201,7 +207,7 @@ def _calls(outcome: Outcome) -> list[float]:
 
 
 def _add_mean_call(outcome: Outcome, warmup: int) -> Outcome:
-    """Return the outcome with the mean of its calls after the warm-up, which rounds compare."""
+    """Return the outcome with a measure `mean_s`: the mean of the calls after the warm-up."""
     calls = _calls(outcome)
     if not calls:
         return outcome

@@ -13,14 +13,15 @@ from surefoot.core.ranks.layout import Transport
 STEP = 4  # factor from one size to the next
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = get_args(Transport)
-HELD = 2  # buffers of the largest size that a rank holds at most
+HELD = 2  # most buffers of the largest size in a rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """Options to time collectives over buffers of `smallest` to `largest` bytes.
 
-    Raises InputError for options that measure nothing.
+    Raises:
+        InputError: For options with which nothing can be measured.
     """
 
     collectives: tuple[str, ...] = COLLECTIVES
@@ -56,7 +57,11 @@ class Sizes:
         _check_calls(self.calls, self.warmup)
 
     def check_memory(self, ranks: int) -> None:
-        """Raise InputError if `ranks` ranks would need more than half of this host's memory."""
+        """Check that the buffers of `ranks` ranks fit in half of this host's memory.
+
+        Raises:
+            InputError: If they do not.
+        """
         needed, there = HELD * self.largest * ranks, find_machine().memory_bytes
         if needed > there / 2:
             raise InputError(
@@ -67,7 +72,7 @@ class Sizes:
 
     @property
     def all(self) -> list[int]:
-        """Buffer sizes in bytes: from `smallest`, each four times the one before, and `largest`.
+        """Buffer sizes in bytes: from `smallest` by factors of four, with `largest` as the last.
 
         >>> Sizes(smallest=1024, largest=20_000).all
         [1024, 4096, 16384, 20000]
@@ -80,10 +85,12 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Buckets:
-    """Bucket sizes in bytes to compare in `rounds` rounds.
+    """Options to compare buckets of `sizes` bytes in `rounds` rounds.
 
-    The all-reduce of the gradients alone is timed `calls` times. Raises InputError for options that
-    measure nothing.
+    The all-reduce of the gradients alone is timed in `calls` calls after `warmup` calls.
+
+    Raises:
+        InputError: For options with which nothing can be measured.
     """
 
     sizes: tuple[int, ...] = tuple(size << 20 for size in (1, 2, 5, 10, 25, 50, 100))

@@ -1,4 +1,4 @@
-"""Fault campaigns: real processes are killed, real files are damaged, real disks are full."""
+"""Fault campaigns: series of trials with killed processes, damaged files and full disks."""
 
 from functools import partial
 

@@ -1,8 +1,8 @@
-"""Damaged files: a bit flipped, a block zeroed, a file cut, swapped, replaced or deleted.
+"""Campaigns that damage a file: flip a bit, zero a block, truncate, swap, replace or delete it.
 
-Then the run is opened. It must load the state of the newest whole checkpoint, bitwise. Each damaged
-checkpoint must be named by the check, set aside, and recorded in one event. Files beside the
-checkpoints are damaged, too: then the same state must be loaded, or the damage reported.
+Each trial then opens the run. It must load the state of the newest undamaged checkpoint, bitwise.
+The check must name each damaged checkpoint, move it aside, and record it in one event. If a file
+outside the checkpoints is damaged, either the same state must be loaded or the damage reported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from surefoot.prove.campaigns.outcome import TrialResult
 from surefoot.prove.campaigns.probe import EVERY, STEPS, VARIANTS, ProbedRun
 from surefoot.prove.campaigns.workshop import KILLED, Child, Workshop, read_faults
 
-# step at which the run stops: it then has three saved checkpoints and that of its best evaluation
+# step at which the run stops; it then has three checkpoints and that of its best evaluation
 LEFT_AT = 3 * EVERY + 1
 BLOCK_BYTES = 4096
 TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longest
@@ -34,7 +34,14 @@ TO_THE_END_EVERY = 40  # one in 40 trials resumes to the end, which takes longes
 
 @dataclass(frozen=True)
 class MutationTarget:
-    """A file of a run, another run with other values, and a folder outside of both."""
+    """File to damage, with the folders and the random generator that the damage uses.
+
+    Args:
+        path: The file, in a run.
+        other: Folder of a different run, whose files have other values.
+        outside: Folder outside of both runs.
+        draws: Random generator with the seed of the trial.
+    """
 
     path: Path
     other: Path
@@ -68,12 +75,12 @@ def zero_block(at: MutationTarget) -> None:
 
 
 def link_by_name(at: MutationTarget) -> None:
-    """Move the file elsewhere, and leave a symbolic link to it."""
+    """Move the target file elsewhere, and leave a symbolic link to it at its path."""
     at.path.symlink_to(at.path.rename(at.outside / "elsewhere"))
 
 
 def replace_by(at: MutationTarget, make: Callable[[Path], object]) -> None:
-    """Delete the file, and make something else at its path.
+    """Delete the target file, and create something else at its path, such as a folder or a pipe.
 
     A process that opens a pipe to read waits for a writer that never comes.
     """
@@ -82,7 +89,10 @@ def replace_by(at: MutationTarget, make: Callable[[Path], object]) -> None:
 
 
 def swap(at: MutationTarget) -> None:
-    """Swap the contents with a file of other bytes, of the same size if there is one."""
+    """Swap the contents of the target file and of a different file.
+
+    The other file has the same size if there is one of that size.
+    """
     own = at.path.read_bytes()
     others = [
         path
@@ -96,7 +106,7 @@ def swap(at: MutationTarget) -> None:
 
 
 def splice(at: MutationTarget) -> None:
-    """Overwrite the file with the file of that name from another step or another run."""
+    """Overwrite the target file with a file of the same name from a different step or run."""
     runs = (at.commits, at.other)
     others = [
         path for run in runs for path in sorted(run.glob(f"**/{at.path.name}")) if path != at.path
@@ -105,7 +115,10 @@ def splice(at: MutationTarget) -> None:
 
 
 def duplicate(at: MutationTarget) -> None:
-    """Copy the whole checkpoint under the name of a later step; of any other file make a copy."""
+    """Copy the checkpoint that contains the target file to the name of a later step.
+
+    If the file is not in a checkpoint, the file itself is copied.
+    """
     step = manifest.STEP_FOLDER.match(at.path.parent.name)
     if step is None:
         shutil.copy2(at.path, at.path.with_name("copy"))
@@ -114,7 +127,10 @@ def duplicate(at: MutationTarget) -> None:
 
 
 def link_the_folder(at: MutationTarget) -> None:
-    """Move the folder of the file elsewhere, and leave a symbolic link to it."""
+    """Move the checkpoint that contains the target file, and leave a symbolic link to it.
+
+    A file that is not in a checkpoint is not changed.
+    """
     if at.commits != at.path.parent:
         at.path.parent.symlink_to(at.path.parent.rename(at.outside / "folder"))
 
@@ -132,7 +148,7 @@ KINDS: Mapping[str, Kind] = {
     "a folder": lambda at: replace_by(at, Path.mkdir),
     "a pipe": lambda at: replace_by(at, os.mkfifo),
     "folder linked": link_the_folder,
-    # no damage: a file that no manifest names, and a hard link outside of the run
+    # not damage: a file that no manifest names, and a hard link outside of the run
     "extra file": lambda at: at.path.with_name("more.safetensors").write_bytes(
         at.path.read_bytes()
     ),
@@ -144,9 +160,9 @@ KINDS: Mapping[str, Kind] = {
 
 
 def find_left(workshop: Workshop, variant: str, seed: int = 0) -> ProbedRun:
-    """Return the run of this variant that was stopped in the middle, made once.
+    """Return a run of `variant` that was stopped in the middle; it is made once and then cached.
 
-    Another `seed` gives another run with files of the same names and sizes.
+    A different `seed` gives a different run, whose files have the same names and sizes.
     """
 
     def leave() -> ProbedRun:
@@ -159,9 +175,9 @@ def find_left(workshop: Workshop, variant: str, seed: int = 0) -> ProbedRun:
 
 
 def find_changed(folder: Path, own: Path) -> list[Path]:
-    """Return the files of a step folder that differ from those of `own`, compared by bytes.
+    """Return the files in a checkpoint folder whose bytes differ from the original folder `own`.
 
-    No digest is used. Returns the folder itself if there is no such `own`, or it is a link.
+    Digests are not used. Returns the folder itself if `own` does not exist or `folder` is a link.
     """
     if not own.is_dir() or folder.is_symlink():
         return [folder]
@@ -174,14 +190,17 @@ def find_changed(folder: Path, own: Path) -> list[Path]:
 
 
 def copy_run(source: Path, target: Path) -> None:
-    """Copy a run; files that are hard links of one file stay so."""
+    """Copy a run folder; hard links between its files are preserved."""
     subprocess.run(["cp", "-a", str(source), str(target)], check=True)
 
 
 def damage(
     workshop: Workshop, seed: int, folder: Path, *, kinds: Mapping[str, Kind]
 ) -> TrialResult:
-    """Damage one file of a run, by each kind in turn; then open the run."""
+    """Damage one file of a copied run, then open the run and check the result.
+
+    Consecutive seeds go through the types of damage in `kinds`.
+    """
     draws = random.Random(seed)
     kind, variant = list(kinds)[seed % len(kinds)], draws.choice(list(VARIANTS))
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
@@ -198,9 +217,9 @@ def damage(
 
 
 def take_another_run_s_commit(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Replace the newest checkpoint by that of another run, whose digests are all right.
+    """Replace the newest checkpoint of a run by that of a different run, whose digests are valid.
 
-    It must be refused, and nothing may be loaded.
+    The run must refuse the checkpoint and load nothing.
     """
     variant = list(VARIANTS)[seed % len(VARIANTS)]
     left, other = find_left(workshop, variant), find_left(workshop, variant, seed=1)
@@ -220,15 +239,22 @@ def take_another_run_s_commit(workshop: Workshop, seed: int, folder: Path) -> Tr
 def find_wrong(
     workshop: Workshop, left: ProbedRun, touched: Path, *, to_the_end: bool
 ) -> str | None:
-    """Return what is wrong with a run after one of its files was changed; None if nothing is."""
+    """Return the error that a run shows after one of its files was changed; None if it is correct.
+
+    Args:
+        workshop: Provider of processes and of uninterrupted runs.
+        left: The run before the change.
+        touched: Path of the changed file.
+        to_the_end: Train the changed run to its end and compare it with an uninterrupted run.
+    """
     run = next(path for path in touched.parents if path.name == "run")
     attempt, golden = replace(left, folder=run), workshop.golden(left)
     changed = {
         folder: find_changed(folder, left.folder / manifest.FOLDER / folder.name)
         for folder in sorted((run / manifest.FOLDER).glob("step-*"))
     }
-    # if the manifest is valid, but that of another run, either it or the files beside it may be
-    # misplaced
+    # if the manifest is valid but that of a different run, either the manifest or the other files
+    # may be misplaced
     foreign = {
         folder
         for folder, files in changed.items()
@@ -255,7 +281,7 @@ def find_wrong(
                 f"and the check says: {verdict}"
             )
     if status == RunFolderError.exit_code:
-        # a file beside the commits may have changed places with one of a commit
+        # a file outside the checkpoints may have been swapped with one in a checkpoint
         named_file = touched if any(changed.values()) else run
         is_told = touched.parent == run and str(named_file) in child.said.rpartition("Error: ")[2]
         return None if is_told else f"the run was refused: {child.said[-600:]}"
@@ -295,9 +321,9 @@ def _find_wrong_events(
 
 
 def _count_rows(run: Path) -> int:
-    """Return how many ledger rows the run will resume with.
+    """Return the number of ledger rows with which the run will resume.
 
-    It is 0 where the header is damaged, since the ledger is then set aside.
+    It is 0 if the header is damaged, since the ledger is then set aside.
     """
     with contextlib.suppress(RunFolderError):
         ledger.read_plan(run)

@@ -1,7 +1,7 @@
-"""Failing disks: full, over quota, refusing one call, read-only for a while, or slow.
+"""Campaigns with failing disks: full, over quota, failing in one call, read-only, or slow.
 
-Training continues, and each lost save is recorded once. A full disk is a small file system, a
-read-only folder is mounted read-only over the run, and strace makes single calls fail.
+Training must continue, and each save that fails must be recorded once. A full disk is a small file
+system. A read-only folder is mounted read-only over the run. strace makes single calls fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from surefoot.prove.campaigns.workshop import (
 
 # a disk fails before the save of step AT and works again before that of step UNTIL
 AT, UNTIL = 2 * EVERY, 3 * EVERY
-WIDTH = 64  # so that a checkpoint has many pages, between which it can be cut
+WIDTH = 64  # so that a checkpoint has many pages, at which a write can fail
 IN_MEMORY = ("-t", "tmpfs", "-o", "size=16M", "none")
 PERCENTS = tuple(range(0, 101, 5))
 CALLS = (
@@ -69,10 +69,12 @@ def fail(
     *,
     until: int | None = UNTIL,
 ) -> tuple[Child, str | None]:
-    """Train a run whose disk fails from before the save of step AT; return it and what is wrong.
+    """Train a run whose disk fails from before the save of step AT.
 
-    `begin` starts the failure once the run waits; the context that it returns ends the failure, at
-    step `until` or with the run.
+    `begin` starts the failure while the run waits, and returns a context. The context ends the
+    failure at step `until`, or at the end of the run if `until` is None.
+
+    Returns the process of the run, and the error that it shows; None if it is correct.
     """
     golden = workshop.golden(attempt)
     child = workshop.train(attempt)
@@ -101,7 +103,10 @@ def fail(
 
 
 def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Fill the disk up to 0, 5, ... 100 % of one save, in the background and not."""
+    """Fill the disk so that it has room for 0, 5, ... 100 % of one save.
+
+    The save is made in the background or not, depending on the seed.
+    """
     percent = PERCENTS[seed % len(PERCENTS)]
     disk = folder / "disk"
     disk.mkdir()
@@ -125,7 +130,10 @@ def fill_the_disk(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 @contextlib.contextmanager
 def fill_disk(run: Path, percent: int) -> Iterator[None]:
-    """Fill the disk, except for `percent` % of the bytes of the first checkpoint."""
+    """Return a context in which the disk is full except for a share of a checkpoint's size.
+
+    The free space is `percent` % of the bytes of the run's first checkpoint.
+    """
     room = (
         sum(path.stat().st_blocks * 512 for path in manifest.step_folder(run, EVERY).iterdir())
         * percent
@@ -140,9 +148,12 @@ def fill_disk(run: Path, percent: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def mount_memory_disk(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
-    """Mount over a folder, with the arguments of each `mount`; unmount at the end.
+    """Return a context in which a file system is mounted over `folder`.
 
-    Raises TaskError if mounting is not permitted.
+    `mounts` are the arguments of the `mount` commands.
+
+    Raises:
+        TaskError: If mounting is not permitted.
     """
     try:
         for words in mounts:
@@ -160,7 +171,10 @@ def mount_memory_disk(folder: Path, *mounts: tuple[str, ...]) -> Iterator[None]:
 
 
 def read_only(folder: Path) -> AbstractContextManager[None]:
-    """Mount the folder over itself, read-only; open files stay as they are, as on a real disk."""
+    """Return a context in which `folder` is mounted read-only over itself.
+
+    Files that are already open remain writable, as on a real disk.
+    """
     return mount_memory_disk(folder, ("--bind", str(folder)), ("-o", "remount,ro,bind"))
 
 
@@ -177,7 +191,10 @@ def cannot_mount() -> str | None:
 
 
 def refuse_a_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Make one call of a save on a file of the run fail: each call in turn, with each error."""
+    """Make one system call of a save fail, on a file of the run.
+
+    Consecutive seeds go through the calls and the errors.
+    """
     targets = find_calls(workshop)
     name, number = targets[seed % len(targets)]
     error = ERRORS[seed // len(targets) % len(ERRORS)]
@@ -200,7 +217,10 @@ def refuse_a_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 
 def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
-    """Return the calls of one save on files of the run, each as (name, count of that name)."""
+    """Return the system calls of one save on files of the run, as pairs of name and number.
+
+    The number counts the calls of the same name from 1.
+    """
     traced = strace.trace_a_save(workshop, AT, "-y", *ON_CALLS, variant="frozen")
     main = min(call.thread for *_, call in traced)
     of_run = [
@@ -216,14 +236,14 @@ def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
 def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
     """Return a message for a file that is synced again after its fsync failed, or None.
 
-    The second fsync says nothing of the data that the first one did not write.
+    A second fsync may succeed although the data of the first one was lost.
     """
     failed: set[str] = set()
     for call in calls:
         if not call.failed and (
             call.name == "rename" or (call.name == "openat" and "O_CREAT" in call.arguments[2])
         ):
-            failed.discard(strace.paths(call)[-1])  # another file has the name now
+            failed.discard(strace.paths(call)[-1])  # the name belongs to a different file now
         if (
             call.name == "fsync"
             and (path := strace.path_of_descriptor(call.arguments[0])) in failed
@@ -241,7 +261,7 @@ def find_second_fsync(calls: Sequence[SystemCall]) -> str | None:
 def turn_read_only(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Make a folder read-only, before the run or during it.
 
-    Before the run, nothing may be trained. During the run, saves are lost until it is writable
+    Before the run, nothing may be trained. During the run, saves fail until the folder is writable
     again.
     """
     attempt = ProbedRun(folder=folder / "run", background=bool(seed // 3 % 2), pauses=(AT, UNTIL))
@@ -271,9 +291,9 @@ def _begin_read_only(workshop: Workshop, attempt: ProbedRun) -> TrialResult:
 
 
 def slow_down(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Make every fsync of two saves take longer than the steps between the saves.
+    """Make each fsync of two saves take longer than the steps between the saves.
 
-    Training must wait for the previous save, so that no saves queue up.
+    Training must wait for the previous save, so that saves do not queue up.
     """
     attempt = ProbedRun(
         folder=folder / "run",
@@ -292,7 +312,10 @@ def slow_down(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 
 def find_queue(marks: Sequence[str]) -> str | None:
-    """Return a message for a save that starts before the previous one is named, or None."""
+    """Return a message for a save that starts before the previous save has ended, or None.
+
+    A save ends when its checkpoint is renamed to its final name.
+    """
     saving = ""
     for word, _, step in (mark.partition(" ") for mark in marks):
         if word == "draft" and saving:
@@ -306,9 +329,9 @@ def find_queue(marks: Sequence[str]) -> str | None:
 
 
 def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
-    """Return what is wrong with a run's end, or with the record that each save must have.
+    """Return the error that a run shows at its end; None if it is correct.
 
-    Each save has one record: that it was committed, or that it was given up.
+    Each save must have exactly one record: that it was committed, or that it was abandoned.
     """
     if status != 0 or "Traceback" in said:
         return f"the run ended with {status}: {said[-600:]}"
@@ -319,5 +342,5 @@ def _find_wrong(attempt: ProbedRun, status: int, said: str) -> str | None:
 
 
 def _find_lost_steps(run: Path) -> list[int]:
-    """Return the steps whose save was given up, by the log."""
+    """Return the steps whose save was abandoned according to the log."""
     return [event.step for event in read_faults(run, "storage")]

@@ -1,6 +1,7 @@
-"""Hostile checkpoints: every digest is right, and the contents should harm their reader.
+"""Campaign with hostile checkpoints: all digests are valid, but the contents do harm.
 
-A child process with limited memory opens each, and all that it does outside of the run is recorded.
+A child process with limited memory opens each checkpoint. Everything that it does outside of the
+run is recorded.
 """
 
 from __future__ import annotations
@@ -42,9 +43,13 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ForgedCommit:
-    """The newest checkpoint of a run, to be made hostile: its folder and its manifest as an object.
+    """Newest checkpoint of a run, which a trial makes hostile.
 
-    `outside` is a folder outside of the run that the checkpoint tries to reach.
+    Args:
+        folder: Folder of the checkpoint.
+        row: Contents of its manifest.
+        outside: Folder outside of the run, which the checkpoint tries to reach.
+        draws: Random generator with the seed of the trial.
     """
 
     folder: Path
@@ -53,7 +58,10 @@ class ForgedCommit:
     draws: random.Random
 
     def file(self, *, tensors: bool | None = None) -> Row:
-        """Return the row of a random file, with tensors or without; None: either."""
+        """Return the manifest entry of a random file.
+
+        `tensors` selects a file with tensors (True) or without (False); None selects either.
+        """
         kind = self.draws.random() < 0.5 if tensors is None else tensors
         row: Row = self.draws.choice(
             [each for each in self.row["files"] if (each["tensors"] is not None) == kind]
@@ -69,7 +77,7 @@ class ForgedCommit:
         return row
 
     def write(self, entry: Row, data: bytes) -> None:
-        """Write `data` into a file, and its digest into the manifest."""
+        """Write `data` to a file of the checkpoint, and its size and digest to the manifest."""
         self.put(entry, data)
         entry |= {"num_bytes": len(data), "sha256": digest.digest_of_bytes(data), "tensors": None}
 
@@ -82,7 +90,7 @@ class ForgedCommit:
         )
 
     def rewrite_header(self, entry: Row, change: Callable[[bytes], bytes]) -> None:
-        """Give a safetensors file another JSON header, and the digest of the changed file."""
+        """Change the JSON header of a safetensors file, and set the digest of the changed file."""
         data = (self.folder / entry["name"]).read_bytes()
         size = 8 + int.from_bytes(data[:8], "little")
         text = change(data[8:size])
@@ -103,7 +111,10 @@ Forge = Callable[[ForgedCommit], object]
 
 
 def forge(change: Forge, folder: Path, outside: Path, draws: random.Random) -> None:
-    """Make a checkpoint hostile, and sign it unless `change` did, elsewhere or as other bytes."""
+    """Make the checkpoint in `folder` hostile with `change`, and update its manifest's digest.
+
+    The digest is not updated if `change` replaced the manifest by a link or by other bytes.
+    """
     row = json.loads((folder / manifest.FILE).read_text())
     one = ForgedCommit(
         folder, {key: value for key, value in row.items() if key != "sha256"}, outside, draws
@@ -122,7 +133,7 @@ def gadget(canary: Path) -> bytes:
 
 
 def _set(row: Callable[[ForgedCommit], Row], values: Row) -> Forge:
-    """Return a change of a row of the manifest: of a file, a tensor, or the whole."""
+    """Return a function that updates an object in the manifest, which `row` selects."""
     return lambda one: row(one).update(values)
 
 
@@ -142,7 +153,7 @@ def _shape(*sizes: int) -> Forge:
 
 
 def _reach_out(one: ForgedCommit, name: str) -> None:
-    """Name a file outside, with its right size and digest."""
+    """Make the manifest name a file outside of the run, with the correct size and digest."""
     data = (one.outside / "secret").read_bytes()
     one.file(tensors=False).update(
         name=name, num_bytes=len(data), sha256=digest.digest_of_bytes(data)
@@ -157,7 +168,10 @@ def _reach_by_link(one: ForgedCommit) -> None:
 
 
 def _link(one: ForgedCommit, path: Path) -> None:
-    """Move the signed manifest, or the folder, and leave a symbolic link."""
+    """Move the manifest or the checkpoint folder away, and leave a symbolic link to it.
+
+    The digest of the manifest is updated first.
+    """
     one.sign()
     path.symlink_to(path.rename(one.outside / "elsewhere"))
 
@@ -169,7 +183,7 @@ def _pipe(one: ForgedCommit) -> None:
 
 
 def _claim(one: ForgedCommit) -> None:
-    """Claim a tensor that is far larger than its file."""
+    """Make the manifest declare a tensor that is far larger than its file."""
     entry = _tensor_file(one)
     piece = max(entry["tensors"].values(), key=lambda each: int(each["start"]))
     piece.update(dtype="U8", shape=[2**44], whole=[2**44], offset=[0])
@@ -177,9 +191,9 @@ def _claim(one: ForgedCommit) -> None:
 
 
 def _sparse_tensor(one: ForgedCommit) -> None:
-    """Make a huge tensor that is one hole in a sparse file.
+    """Make a huge tensor that is a hole in a sparse file.
 
-    A reader must not allocate the file's size before it knows that it needs the tensor.
+    A reader must not allocate the size of the file before it knows that it needs the tensor.
     """
     entry = one.named("state.safetensors")
     name, piece = max(entry["tensors"].items(), key=lambda pair: pair[1]["start"])
@@ -200,7 +214,7 @@ def _sparse_file(one: ForgedCommit, entry: Row, tensors: Row | None, head: bytes
 
 
 def _state(change: Callable[[Row], Any]) -> Forge:
-    """Return a change of the tree in state.json, or of its bytes."""
+    """Return a function that changes the object in state.json, or replaces it by other bytes."""
 
     def do(one: ForgedCommit) -> None:
         changed = change(json.loads((one.folder / "state.json").read_text()))
@@ -221,13 +235,13 @@ def _clock(text: bytes) -> Forge:
 
 
 def _pickle(one: ForgedCommit, name: str) -> None:
-    """Replace the file `name`, or some safetensors file, by the pickle."""
+    """Replace the file `name` by a pickle, or a safetensors file if the checkpoint lacks it."""
     own = [each for each in one.row["files"] if each["name"] == name]
     one.write(own[0] if own else _tensor_file(one), gadget(one.outside / "canary"))
 
 
 def _raw(one: ForgedCommit, data: bytes) -> None:
-    """Write the bytes as the manifest."""
+    """Write the bytes `data` as the manifest."""
     (one.folder / manifest.FILE).write_bytes(data)
     one.row.clear()
 

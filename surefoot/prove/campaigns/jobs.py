@@ -1,7 +1,7 @@
-"""Jobs of a forked trial: train a run, or open a damaged one, and report progress as marks.
+"""Jobs of a forked process: train a run, or open a damaged one, and report progress as marks.
 
-Marks come from Python's audit events (https://docs.python.org/3/library/audit_events.html), so
-nothing under test is replaced.
+A mark is a text that names a point in the job. Marks come from Python's audit events
+(https://docs.python.org/3/library/audit_events.html), so that no code under test is replaced.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RUNS_CODE = (
     "socket.connect",
 )
 WRITES = os.O_WRONLY | os.O_RDWR
-# what happens to a checkpoint, by the audit event and the prefix of the name of its folder
+# name of the mark, by audit event and prefix of the name of the checkpoint folder
 COMMIT_MARKS = {
     ("os.mkdir", commits.DRAFT): "draft",
     ("os.rename", ""): "name",
@@ -54,10 +54,10 @@ COMMIT_MARKS = {
 
 
 class Line:
-    """The pipe between a trial and its campaign.
+    """Pipe between a trial's process and its campaign.
 
-    The trial sends marks, texts that name a point that it has reached; the campaign sends a message
-    that lets the trial continue.
+    The process sends marks, which are texts that name a point that it has reached. The campaign
+    sends a message that lets a paused process continue.
     """
 
     def __init__(self, pipe: Connection) -> None:
@@ -67,12 +67,12 @@ class Line:
         self._pipe.send_bytes(text.encode())
 
     def pause(self, text: str) -> None:
-        """Send a mark and wait for a message."""
+        """Send the mark `text` and wait for a message."""
         self.mark(text)
         self._pipe.recv_bytes()
 
     def hand_over(self) -> None:
-        """Leave the pipe open in the program that this process becomes."""
+        """Keep the pipe open in the program that this process executes next."""
         os.set_inheritable(self._pipe.fileno(), True)
 
 
@@ -80,12 +80,12 @@ Job = Callable[[ProbedRun, Line], int]
 
 
 def begin(job: Job, attempt: ProbedRun, pipe: Connection, said: Path) -> None:
-    """Run one job in a new session, with its output in the file `said`."""
+    """Run `job` in a new session, with its output in the file `said`; exit with its exit code."""
     begin_process(said)
     # a shell ignores SIGINT in background jobs
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
-    gc.freeze()  # a garbage collection of objects from before the fork would copy their pages
+    gc.freeze()  # collecting objects from before the fork would copy their pages
     try:
         raise SystemExit(job(attempt, Line(pipe)))
     except SurefootError as error:
@@ -96,7 +96,7 @@ def begin(job: Job, attempt: ProbedRun, pipe: Connection, said: Path) -> None:
 
 
 def command(attempt: ProbedRun, line: Line) -> int:
-    """Become `surefoot train` on the ranks of the attempt, as a user types it."""
+    """Replace this process by the command `surefoot train` on the ranks of the attempt."""
     spec = attempt.folder.with_name("spec.toml")
     spec.write_text(spec_file.write(attempt.spec()))
     words = [sys.executable, "-m", "surefoot", "train", str(spec), "--run", str(attempt.folder)]
@@ -107,10 +107,10 @@ def command(attempt: ProbedRun, line: Line) -> int:
 
 
 def train(attempt: ProbedRun, line: Line) -> int:
-    """Train one attempt at a run, and send a mark for each step and each change of a checkpoint.
+    """Train one attempt at a run; send a mark for each step and each change of a checkpoint.
 
-    The changes are those of `COMMIT_MARKS`: a draft is started or cleared, or a checkpoint is
-    named, retired or loaded.
+    The changes are those in `COMMIT_MARKS`: a draft is started or deleted, or a checkpoint is
+    renamed to its final name, retired or loaded.
     """
     if attempt.pauses:
         ctypes.CDLL(None).prctl(TRACER, ctypes.c_ulong(2**64 - 1), 0, 0, 0)
@@ -139,10 +139,10 @@ def state_of(run: Run) -> str:
 
 
 def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
-    """Record what happens to checkpoints as marks such as `draft 12`, `name 12`, `retire 3`, `load
-    12`.
+    """Send a mark for an audit event that changes or loads a checkpoint, such as `draft 12`.
 
-    `clear 12` marks that an old draft is deleted.
+    The marks are `draft`, `name`, `retire`, `load` and `clear` (an old draft is deleted), each with
+    the step.
     """
     if event not in ("os.mkdir", "os.rename", "shutil.rmtree", "open") or not isinstance(
         given[0], str | os.PathLike
@@ -160,11 +160,11 @@ def _mark_commit(line: Line, event: str, given: tuple[Any, ...]) -> None:
 
 
 def open_run(attempt: ProbedRun, line: Line) -> int:
-    """Check the checkpoints of a run and open it.
+    """Check the checkpoints of a run, then open the run.
 
-    Marks each checkpoint as whole or damaged, and the state that was loaded. With
-    `attempt.memory_bytes` it runs under that limit of memory, beyond what the process holds before,
-    and marks everything that it touches outside of the run.
+    Sends a mark for each checkpoint (whole or damaged) and for the loaded state. With
+    `attempt.memory_bytes`, the process may allocate that many bytes more, and sends a mark for
+    everything that it touches outside of the run.
     """
     if attempt.memory_bytes:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -188,13 +188,14 @@ def open_run(attempt: ProbedRun, line: Line) -> int:
 
 
 def _mark_outside(line: Line, run: Path, event: str, given: tuple[Any, ...]) -> None:
-    """Mark opened files beside the run, writes elsewhere, and what runs or loads foreign code.
+    """Send a mark for audit events that reach outside of the run.
 
-    A bare name that is opened without following links is below a folder that was opened before, and
-    that folder is marked if it is outside.
+    These are opened files beside the run, files elsewhere that are opened to write, and calls that
+    run or load foreign code. A name that is opened without following links is not resolved; its
+    folder is tested instead.
     """
     if event == "subprocess.Popen" and list(given[1])[:1] == ["git"]:
-        # the commit of the task's own project is recorded
+        # a run records the git commit of the task's project
         return
     if event in RUNS_CODE:
         line.mark(f"outside {event}")

@@ -1,8 +1,8 @@
-"""Signals, and several launchers in one run folder.
+"""Campaigns with signals, and with several launchers in one run folder.
 
-A run is killed at random times, in each phase, and at every system call of a save; it gets SIGTERM
-or Ctrl-C with some grace time. Of several launchers one trains, and the others exit and name it; a
-process that lost its lock commits no further checkpoint.
+A run is killed at random times, in each phase, and at every system call of a save. It gets SIGTERM
+or Ctrl-C with some time to end. If several launchers start, one trains; the others exit and name
+it. A process that lost its lock makes no further checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from surefoot.prove.campaigns.workshop import (
     restart_and_compare,
 )
 
-DEPTH = 3  # consecutive kills, of which only the first hits an undisturbed run
+DEPTH = 3  # consecutive kills; only the first one hits a run that was not killed
 LATER_S = 0.02  # longest wait before the kill, about as long as a save
 SAVED = 4 * EVERY  # the step whose save is killed at every call; checkpoints are retired after it
 # a prime: consecutive seeds select distant calls, and a whole sweep selects each call once
@@ -58,9 +58,10 @@ MOST, STAGGER_S = 8, 0.3
 def kill(
     workshop: Workshop, seed: int, folder: Path, *, places: tuple[str, ...], depth: int
 ) -> TrialResult:
-    """Kill a run in one of `places`, then perhaps its recoveries, `depth` kills at most.
+    """Kill a run in one of the phases `places`, and perhaps its resumed attempts.
 
-    Then the run must resume and end as if it had never been killed.
+    There are at most `depth` kills. Afterwards the run must resume and end with the results of a
+    run that was never killed.
     """
     draws = random.Random(seed)
     place, variant = places[seed % len(places)], draws.choice(list(VARIANTS))
@@ -91,7 +92,7 @@ def _kill_in_third_save(workshop: Workshop, attempt: ProbedRun) -> None:
 
 
 def _wait_for_phase(place: str, child: Child, run: Path, draws: random.Random) -> None:
-    """Wait until a run comes to a phase, and a random moment longer."""
+    """Wait until a run reaches the phase `place`, and then for a short random time."""
     drafts = list((run / manifest.FOLDER).glob(f"{commits.DRAFT}*"))
     child.wait_for(
         {
@@ -109,9 +110,9 @@ def _wait_for_phase(place: str, child: Child, run: Path, draws: random.Random) -
 
 
 def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Send one signal, or two, in a phase of a run; then resume the run.
+    """Send a signal once or twice in a phase of a run; then resume the run.
 
-    With enough grace time no step may be lost, and the exit code must name the signal.
+    If there is enough time to save, no step may be lost, and the exit code must name the signal.
     """
     draws = random.Random(seed)
     place, grace_s = PLACES[seed % len(PLACES)], GRACES_S[seed // len(PLACES) % len(GRACES_S)]
@@ -153,7 +154,7 @@ def preempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 
 def kill_at_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Kill a run at one system call of a save, before the call is done; then resume the run.
+    """Kill a run at one system call of a save, before the call takes effect; then resume the run.
 
     The call is, for example, the 7th `write`.
     """
@@ -176,10 +177,11 @@ def kill_at_call(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 
 def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
-    """Return every system call from the pause to the end of the next step, as (name, count).
+    """Return every system call of a save as a pair of its name and its number.
 
-    The count is over calls of that name in the thread. Waits for other threads are left out: their
-    count differs in every run, so that the kill would seldom take effect.
+    The number counts the calls of that name in a thread, from the pause before the save to the end
+    of the next step. Calls that wait for other threads are left out: their number differs in every
+    run, so that a kill would seldom take effect.
     """
     traced = strace.trace_a_save(workshop, SAVED)
     return sorted({(name, number) for name, number, _ in traced if name not in WAITS})
@@ -189,9 +191,10 @@ def find_calls(workshop: Workshop) -> list[tuple[str, int]]:
 
 
 def launch_rivals(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Start 2 to 8 launchers at about the same time.
+    """Start 2 to 8 launchers in one run folder at about the same time.
 
-    Then, by the seed, the owner continues, is killed, or loses its lock to another process.
+    One of them trains. Depending on the seed, it then continues, is killed, or loses its lock to
+    another process.
     """
     draws = random.Random(seed)
     kind, count = KINDS[seed % len(KINDS)], draws.randint(2, MOST)
@@ -208,9 +211,9 @@ def launch_rivals(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 
 def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
-    """Return the process that trains, and what is wrong with the others.
+    """Return the process that trains, and an error of the other processes or None.
 
-    Each other process must have exited by itself and have named the owner.
+    Each of the others must exit by itself and name the process that trains.
     """
     until_s, left = time.monotonic() + PATIENCE_S, children
     while len(left) > 1 and time.monotonic() < until_s:
@@ -236,7 +239,7 @@ def _find_owner(children: list[Child]) -> tuple[Child, str | None]:
 def _continue_as(
     kind: str, workshop: Workshop, attempt: ProbedRun, owner: Child, golden: Golden
 ) -> str | None:
-    """Let the run continue as `kind` says; return what is wrong with its end."""
+    """Let the run continue as `kind` says; return the error at its end, or None."""
     last = owner
     if kind == "the owner is killed":
         owner.kill()
@@ -267,7 +270,7 @@ def _continue_as(
 
 
 def _find_committed(attempt: ProbedRun) -> list[int]:
-    """Return the steps whose checkpoints the first attempt has made."""
+    """Return the steps whose checkpoints were made by the first attempt of the run."""
     run = attempt.folder
     return [
         step

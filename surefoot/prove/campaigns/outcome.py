@@ -1,4 +1,4 @@
-"""Results of a fault campaign: its trials, the seed that replays each, and its failures."""
+"""Results of a fault campaign: its trials, the seed that replays each trial, and its failures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrialResult:
-    """Result of one trial: the error (None: no error), tags to count, and `fell`.
+    """Result of one trial of a campaign.
 
-    `fell` says whether the fault took effect.
+    Args:
+        wrong: The error; None if there is none.
+        tags: Texts that describe the trial, which the campaign counts.
+        fell: Whether the fault took effect.
     """
 
     wrong: str | None = None
@@ -31,7 +34,7 @@ class TrialResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """A trial in which something was wrong; the same case and seed replay it."""
+    """Trial in which an error was found; the same case and seed replay it."""
 
     case: str
     seed: int
@@ -40,11 +43,15 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True)
 class Campaign:
-    """A fault, and its trial; `few` trials show it in seconds.
+    """Fault and the trial that injects it.
 
-    `trial(workshop, seed, folder)` works in a folder of its own, which is deleted afterwards.
-    `sweep` returns how many different trials there are, where they can be counted; `missing`
-    returns why trials cannot be made on this machine.
+    Args:
+        case: Name of the campaign, such as `F01`.
+        title: Description of the fault.
+        trial: Function of a workshop, a seed and a new folder, which is deleted afterwards.
+        few: Number of trials that take only seconds.
+        sweep: Function that returns the number of different trials; None if they are unlimited.
+        missing: Function that returns why the trials are impossible on this machine, or None.
     """
 
     case: str
@@ -57,9 +64,10 @@ class Campaign:
 
 @dataclass(frozen=True, kw_only=True)
 class CampaignOutcome:
-    """Results of a campaign: `trials` is the number of trials in which the fault took effect.
+    """Results of a campaign.
 
-    `bound` is the failure rate that they exclude with 95 % confidence.
+    `trials` is the number of trials in which the fault took effect. `counts` is the number of
+    trials by tag. `not_here` is the reason why the trials are impossible on this machine.
     """
 
     case: str
@@ -73,12 +81,14 @@ class CampaignOutcome:
 
     @property
     def holds(self) -> bool:
-        """True if there were trials, and none of them failed."""
+        """True if there were trials and none of them failed."""
         return bool(self.trials) and not self.failures
 
     @property
     def bound(self) -> float | None:
-        """Bound of the failure rate: 3/n after n clean trials; None in any other case.
+        """Upper bound of the failure rate with 95 % confidence: 3/n after n clean trials.
+
+        None if there were no trials, or one failed.
 
         >>> CampaignOutcome(case="F01", title="kill", seed=0, trials=500).bound
         0.006
@@ -94,10 +104,10 @@ def run_trials(
     seed: int,
     tell: Tell = lambda text: None,
 ) -> CampaignOutcome:
-    """Make `trials` trials with the seeds `seed`, `seed + 1`, ..., and report failures to `tell`.
+    """Run `trials` trials with the seeds `seed`, `seed + 1`, ..., and report failures to `tell`.
 
-    A trial that raises has failed. A trial whose fault did not take effect, since the run ended
-    before it, is replaced by the next seed; at most a tenth more are tried.
+    A trial that raises a SurefootError has failed. If the run ended before its fault took effect,
+    one more trial is made with the next seed, up to a tenth of `trials`.
     """
     case, title = campaign.case, campaign.title
     if (missing := campaign.missing()) is not None:

@@ -1,8 +1,9 @@
-"""Power cuts: the disk states that a cut may leave are derived from one traced run, and opened.
+"""Campaign with power cuts: the disk states that a cut can leave are derived from a trace of a run.
 
-Only what POSIX guarantees is assumed: `fsync` of a file makes its bytes and size durable, `fsync`
-of a folder its entries. Data that was not synced may be there whole, in part, as zeros, or not at
-all; entries may be there up to any point, or (`reordered`) in any selection.
+Only guarantees of POSIX are assumed: `fsync` of a file makes its bytes and size durable, and
+`fsync` of a folder makes its entries durable. Data that was not synced may be on the disk
+completely, in part, as zeros, or not at all. Entries that were not synced may be there up to any
+point in time, or (`reordered`) in any selection.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from surefoot.prove.campaigns.probe import ProbedRun
 from surefoot.prove.campaigns.strace import SystemCall
 from surefoot.prove.campaigns.workshop import Golden, Workshop, find_damage, restart_and_compare
 
-GOES_ON_EVERY = 20  # a run resumes to the end from one in 20 states, which takes longest
+GOES_ON_EVERY = 20  # one in 20 states is resumed to the end, which takes longest
 WHOLE = ("frozen", "plain")  # traced variants: checkpoints with linked files, and without
 SECTOR_BYTES = 512
 BLOCKS = ("none", "all", "random", "size")
@@ -39,7 +40,10 @@ TRACED = (*OF_DESCRIPTORS, *OF_NAMES, *REFUSED)
 
 @dataclass(frozen=True)
 class FolderChange:
-    """A change of a folder: `name` becomes `node`, or is removed (None); moves have an `origin`."""
+    """Change of one entry of a folder: `name` refers to the inode `node`, or is removed (None).
+
+    `origin` is the old folder and name of a moved entry; None for other changes.
+    """
 
     folder: int
     name: str
@@ -49,7 +53,7 @@ class FolderChange:
 
 @dataclass(frozen=True)
 class Data:
-    """A write of `data` at `start`; if `data` is None, the file is cut or extended to `start`."""
+    """Write of `data` at the offset `start`; if `data` is None, the file size is set to `start`."""
 
     node: int
     start: int
@@ -65,7 +69,7 @@ Op = FolderChange | Data | Sync
 
 
 class Recorder:
-    """A conversion of the system calls of a process to operations on files below `root`.
+    """Converter of the system calls of a process to operations on files below the folder `root`.
 
     `root` was empty when the trace began.
     """
@@ -79,7 +83,11 @@ class Recorder:
         self._offsets: dict[int, int | None] = {}  # by descriptor; None for a file opened to append
 
     def record(self, calls: Iterable[SystemCall]) -> None:
-        """Record the calls. Raises TaskError for a call on these files that is not supported."""
+        """Convert the calls and add the operations to `ops`.
+
+        Raises:
+            TaskError: If a call on these files is not supported.
+        """
         for call in calls:
             if call.failed:
                 continue
@@ -163,9 +171,9 @@ class Recorder:
 
 @dataclass(frozen=True)
 class PowerCut:
-    """A power cut before operation `moment`.
+    """Power cut before the operation with index `moment`.
 
-    `entries` and `blocks` say which unsynced changes are on the disk.
+    `entries` and `blocks` select which changes that were not synced are on the disk.
     """
 
     moment: int
@@ -181,10 +189,10 @@ class PowerCut:
 
 
 def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[int, dict[str, int]]:
-    """Return the entries (name -> inode) of each folder after the power cut: only changes that
-    reached the disk are applied.
+    """Return the entries (name -> inode) of each folder after the power cut.
 
-    A move whose origin does not exist, or a removal of a missing entry, changes nothing.
+    Only changes that reached the disk are applied. The move or removal of an entry that does not
+    exist then changes nothing.
     """
     before = ops[: cut.moment]
     synced = {op.node: place for place, op in enumerate(before) if isinstance(op, Sync)}
@@ -216,7 +224,10 @@ def find_tree(ops: Sequence[Op], cut: PowerCut, draws: random.Random) -> dict[in
 
 
 def find_bytes(ops: Sequence[Op], node: int, cut: PowerCut, draws: random.Random) -> bytes:
-    """Return the bytes of a file: all synced ones, and of the others what `cut.blocks` says."""
+    """Return the bytes of a file after the power cut.
+
+    All synced bytes are there; `cut.blocks` selects which of the others are.
+    """
     moment = max(
         (place for place, op in enumerate(ops[: cut.moment]) if op == Sync(node)), default=0
     )
@@ -237,7 +248,7 @@ def find_bytes(ops: Sequence[Op], node: int, cut: PowerCut, draws: random.Random
 
 
 def replay(ops: Iterable[Data]) -> bytes:
-    """Return the bytes of a file after these writes."""
+    """Return the bytes of a file after the writes `ops`."""
     data = bytearray()
     for op in ops:
         data = (data if op.data is not None else data[: op.start]).ljust(op.start, b"\0")
@@ -246,7 +257,7 @@ def replay(ops: Iterable[Data]) -> bytes:
 
 
 def write_state(ops: Sequence[Op], folders: set[int], cut: PowerCut, into: Path) -> None:
-    """Write the state of the disk below `into`; a file with two names stays one file."""
+    """Write the state of the disk after the power cut to `into`; hard links are preserved."""
     draws = random.Random(cut.seed)
     tree = find_tree(ops, cut, draws)
     written: dict[int, Path] = {}
@@ -264,7 +275,10 @@ def write_state(ops: Sequence[Op], folders: set[int], cut: PowerCut, into: Path)
 
 
 def find_acknowledged_steps(ops: Sequence[Op], moment: int) -> list[int]:
-    """Return the steps that were logged as committed before `moment` and not yet being deleted."""
+    """Return the steps whose checkpoints the log had reported before operation `moment`.
+
+    Steps whose deletion had begun are left out.
+    """
     committed, retired = set[int](), set[int]()
     for op in ops[:moment]:
         if isinstance(op, Data):
@@ -278,10 +292,10 @@ def find_acknowledged_steps(ops: Sequence[Op], moment: int) -> list[int]:
 
 
 def cut_power(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Write and check one possible disk state after a power cut.
+    """Write one disk state that a power cut can leave, and check the run in it.
 
-    Every acknowledged step must load, and no visible checkpoint may be silently wrong. Some runs
-    are resumed to the end.
+    Every step that was logged as committed must load, and no visible checkpoint may be damaged.
+    Some runs are resumed to the end.
     """
     variant = WHOLE[seed % len(WHOLE)]
     recorder, traced = workshop.cached(("recording", variant), lambda: _record(workshop, variant))
@@ -316,9 +330,9 @@ def _record(workshop: Workshop, variant: str) -> tuple[Recorder, ProbedRun]:
 
 
 def _check_run(run: Path, acknowledged: list[int], golden: Golden) -> str | None:
-    """Return what is wrong with a run after its drafts were cleared, as a start clears them.
+    """Return the error of a run whose drafts were deleted, as at a start, or None.
 
-    Wrong is a step that was acknowledged, or is visible, and is not whole.
+    It is an error if a checkpoint of an acknowledged step is missing, or any checkpoint is damaged.
     """
     if run.is_dir():
         checkpoint.clear_drafts(run)

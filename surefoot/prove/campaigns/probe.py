@@ -1,6 +1,6 @@
-"""The run under test: small, with everything that makes resuming hard.
+"""Run under test: small, but with everything that makes resuming difficult.
 
-That is dropout, BatchNorm, AdamW, augmentation and shuffling.
+It uses dropout, BatchNorm, AdamW, augmentation and shuffling.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TASK = f"{__name__}:Probe"
 
 
 class Probe:
-    """A classifier of noise, with one fault on rank `guilty`, in its forward pass number `at`.
+    """Task that classifies noise, with one fault on rank `guilty`, in its forward pass number `at`.
 
-    `kind` is what becomes non-finite: the output and with it the loss, the gradient of the output,
-    a buffer of BatchNorm; or "dead": the rank kills itself. Independently, the first feature of the
-    training sample `sample` is `value` from the start.
+    `kind` selects the fault. "loss", "gradient" or "buffer" makes the loss, the gradient of the
+    output, or a buffer of BatchNorm non-finite; "dead" makes the rank kill itself. Independently,
+    the first feature of the training sample `sample` has the value `value` from the start.
     """
 
     def __init__(
@@ -102,11 +102,12 @@ class Probe:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedRun:
-    """An attempt at the run in `folder`: how it trains and saves, pauses and kills itself.
+    """Attempt at the run in `folder`: how it trains and saves, pauses and kills itself.
 
-    `task` is the task, with its arguments, as in a spec; `tables` are further settings of the spec,
-    by table. With `ranks` it is the command of a user on that many ranks, which are restarted
-    `restarts` times without a new checkpoint; 0 is a process that reports its progress.
+    `task` is the table `task` of the spec, and `tables` are further settings of the spec by table.
+    If `ranks` is not 0, the attempt is the command of a user on that many ranks, which are
+    restarted up to `restarts` times without a new checkpoint. If it is 0, the attempt is a process
+    that reports its progress. `pauses` and `die_at` are steps.
     """
 
     folder: Path

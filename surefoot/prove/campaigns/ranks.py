@@ -1,7 +1,7 @@
-"""Runs of several ranks under surefoot's supervisor, with faults.
+"""Campaigns with runs of several ranks under surefoot's supervisor.
 
-Ranks are killed, stopped, or given non-finite values, and runs resume with fewer or more ranks.
-Each trial runs the command that a user types, with its real processes.
+Ranks are killed, stopped, or get non-finite values, and runs resume with fewer or more ranks. Each
+trial runs the command that a user types, with its real processes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def run_on(
     restarts: int = RESTARTS,
     is_exact: bool = True,
 ) -> ProbedRun:
-    """Return a run on several ranks; `fault` are arguments of its task.
+    """Return a run on `ranks` ranks; `fault` contains arguments of its task.
 
-    With `is_exact` results are bitwise identical on any number of ranks.
+    With `is_exact` the results are bitwise identical on any number of ranks.
     """
     return ProbedRun(
         folder=folder / "run",
@@ -74,7 +74,10 @@ def run_on(
 
 
 def find_ranks(child: Child, ranks: int) -> dict[int, psutil.Process]:
-    """Return the processes of the started ranks; a single rank is the command itself."""
+    """Return the processes of the ranks that have started, by rank.
+
+    With a single rank, the process is that of the command itself.
+    """
     found: dict[int, psutil.Process] = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         supervisor = psutil.Process(child.pid)
@@ -88,9 +91,9 @@ def find_ranks(child: Child, ranks: int) -> dict[int, psutil.Process]:
 
 
 def wait_for_step(child: Child, attempt: ProbedRun, step: int, draws: random.Random) -> bool:
-    """Wait for the checkpoint of `step` (0: the start of all ranks), and a moment longer.
+    """Wait for the checkpoint of `step` (0: the start of all ranks), and then a short random time.
 
-    Return False if the command ended before.
+    Returns False if the command ended before.
     """
     came = child.wait_until(
         lambda: (
@@ -104,14 +107,18 @@ def wait_for_step(child: Child, attempt: ProbedRun, step: int, draws: random.Ran
 
 
 def _draw_steps(draws: random.Random, number: int) -> list[int]:
-    """Return steps after whose checkpoints something happens; the first may be 0, before step 1."""
+    """Return random steps with a checkpoint, after which a fault is injected.
+
+    The first may be 0, the start of the run.
+    """
     return sorted(draws.sample(range(0, STEPS - EVERY, EVERY), number))
 
 
 def change_size(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Interrupt three attempts with 1, 2 or 4 ranks, then train a fourth to its end.
+    """Interrupt a run three times, and resume it on a different number of ranks each time.
 
-    Each is interrupted by a kill of a rank or of the supervisor.
+    Each attempt has 1, 2 or 4 ranks. The first three are interrupted by killing a rank or the
+    supervisor, and the fourth trains to the end.
     """
     draws = random.Random(seed)
     golden, sizes, fell = workshop.golden(run_on(folder, 1)), list[int](), 0
@@ -158,7 +165,7 @@ def poison_a_sample(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 def poison_a_step(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Make a loss, a gradient or a buffer non-finite, once, on one rank.
 
-    All ranks must skip that step; a buffer that stays non-finite must end the run and be reported.
+    All ranks must skip that step. A buffer that stays non-finite must end the run with a message.
     """
     draws = random.Random(seed)
     kind, ranks = KINDS[seed % len(KINDS)], draws.choice(SIZES[1:])
@@ -184,7 +191,7 @@ def poison_a_step(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 
 
 def find_poison(run: Path) -> str | None:
-    """Return a message for a checkpoint that holds a non-finite value, or None."""
+    """Return a message for a checkpoint that contains a non-finite value; None if there is none."""
     for step in manifest.steps(run):
         for name, tensor in Commit(run, step).read("").items():
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
@@ -193,10 +200,10 @@ def find_poison(run: Path) -> str | None:
 
 
 def stop_a_rank(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Send SIGSTOP to a rank at any time.
+    """Send SIGSTOP to a rank at a random time.
 
     The supervisor must name the rank within STALL_S + NAMED_S seconds. All ranks must then restart
-    by themselves and end with the results of the uninterrupted run.
+    by themselves and end with the results of an uninterrupted run.
     """
     draws = random.Random(seed)
     ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
@@ -224,7 +231,8 @@ def stop_a_rank(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
 def kill_the_supervisor(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """Send SIGKILL to the supervisor.
 
-    No rank may be left, and the same command, run at once, must end as the uninterrupted run.
+    All ranks must end. The same command, run at once, must end with the results of an uninterrupted
+    run.
     """
     draws = random.Random(seed)
     ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
@@ -255,9 +263,9 @@ def _find_alive(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 
 def kill_each_attempt(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
-    """Kill a rank before every checkpoint.
+    """Kill a rank in every attempt at a run, before its first checkpoint.
 
-    After several restarts without a new checkpoint the run must end and say why.
+    After several restarts without a new checkpoint the run must end and name the reason.
     """
     draws = random.Random(seed)
     ranks = draws.choice((2, 3))
@@ -275,7 +283,7 @@ def kill_each_attempt(workshop: Workshop, seed: int, folder: Path) -> TrialResul
 
 
 def missing() -> str | None:
-    """Return why ranks cannot be found by their process name on this machine, or None."""
+    """Return why ranks cannot be found by process name on this machine; None if they can."""
     if sys.platform.startswith("linux"):
         return None
     return "it needs Linux, where the process name contains the rank"

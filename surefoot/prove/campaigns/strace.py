@@ -1,6 +1,6 @@
 """System calls of a process, traced or made to fail by strace (https://strace.io).
 
-strace attaches to a child that waits.
+strace attaches to a child process that waits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST = 1 << 26  # the most bytes of a string that strace prints
 
 @dataclass(frozen=True)
 class SystemCall:
-    """A system call that returned: its thread, arguments (as strace prints them) and result."""
+    """System call that has returned, with its thread, its result, and its arguments as printed."""
 
     thread: int
     name: str
@@ -44,7 +44,7 @@ class SystemCall:
 
 
 def missing() -> str | None:
-    """Return why calls cannot be traced on this machine; None if they can."""
+    """Return why system calls cannot be traced on this machine; None if they can."""
     if shutil.which("strace") is None:
         return "strace is not installed (Debian package strace)"
     done = subprocess.run(
@@ -57,7 +57,10 @@ def missing() -> str | None:
 
 @contextlib.contextmanager
 def trace_child(child: Child, out: Path, *options: str) -> Iterator[None]:
-    """Trace a waiting child into the file `out`, which is complete when the context ends."""
+    """Return a context in which strace writes the system calls of a waiting child to `out`.
+
+    The file is complete when the context ends.
+    """
     command = ["strace", "-f", "-xx", "-s", str(LONGEST), "-o", str(out), *options]
     words = out.with_name(out.name + ".said")
     with words.open("wb") as said:
@@ -83,7 +86,10 @@ def trace_child(child: Child, out: Path, *options: str) -> Iterator[None]:
 
 
 def read(path: Path) -> Iterator[SystemCall]:
-    """Yield the calls of a trace in the order in which they ended; unfinished ones are left out."""
+    """Yield the system calls of a trace in the order in which they ended.
+
+    Calls that did not end are left out.
+    """
     begun: dict[str, str] = {}
     with path.open(encoding="ascii", errors="replace") as lines:
         for thread, text in (hit.groups() for line in lines if (hit := LINE.match(line))):
@@ -97,7 +103,7 @@ def read(path: Path) -> Iterator[SystemCall]:
 
 
 def split(arguments: str) -> list[str]:
-    """Split the arguments of a call at the commas outside of quotes and brackets.
+    """Split the arguments of a system call at the commas outside of quotes and brackets.
 
     >>> split('AT_FDCWD, "\\\\x61, b", [{x=1, y=2}], O_RDONLY|O_CLOEXEC')
     ['AT_FDCWD', '"\\\\x61, b"', '[{x=1, y=2}]', 'O_RDONLY|O_CLOEXEC']
@@ -115,12 +121,15 @@ def unquote(text: str) -> bytes:
 
 
 def path_of_descriptor(descriptor: str) -> str:
-    """Return the path that strace -y prints with a descriptor, `5<...>`."""
+    """Return the path in a descriptor that strace -y printed, such as `5<...>`."""
     return unquote(descriptor.partition("<")[2].partition(">")[0]).decode()
 
 
 def paths(call: SystemCall) -> list[str]:
-    """Return the paths in a call of strace -y, each below the folder descriptor before it."""
+    """Return the paths in the arguments of a system call that strace -y printed.
+
+    A relative path is resolved against the folder descriptor before it.
+    """
     found, folder = [], ""
     for given in call.arguments:
         if given.startswith('"'):
@@ -132,10 +141,13 @@ def paths(call: SystemCall) -> list[str]:
 def trace_a_save(
     workshop: Workshop, step: int, *options: str, variant: str = "plain"
 ) -> list[tuple[str, int, SystemCall]]:
-    """Return the calls from the end of a step to the end of the next one, traced once.
+    """Return the system calls of a save of `step`, up to the end of the next step.
 
-    The step is saved in between. With each call come its name and its count among the calls of that
-    name in its thread; `when=` of strace uses the same count.
+    The trace is made once and then cached.
+
+    Returns:
+        For each call its name, its number among the calls of that name in its thread (as in `when=`
+        of strace), and the call.
     """
 
     def trace() -> list[tuple[str, int, SystemCall]]:
@@ -156,9 +168,9 @@ def trace_a_save(
 
 
 def make_paused_save(folder: Path, step: int, variant: str = "plain") -> ProbedRun:
-    """Return an attempt that pauses before the save of `step`, and dies one step later.
+    """Return an attempt that pauses before the save of `step`, and kills itself one step later.
 
-    It saves without background threads, and dies so that a trace ends with the save.
+    It saves without background threads. Because it ends, a trace of it ends with the save.
     """
     return ProbedRun(
         folder=folder / "run",

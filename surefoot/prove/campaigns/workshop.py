@@ -1,6 +1,6 @@
 """Resources of fault campaigns: a scratch folder, processes of trials, and uninterrupted runs.
 
-Trials are compared with the uninterrupted runs.
+The results of trials are compared with those of the uninterrupted runs.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from surefoot.prove.campaigns import jobs
 from surefoot.prove.campaigns.jobs import Job
 from surefoot.prove.campaigns.probe import ProbedRun
 
-# modules that a run imports late: imported once, in the process that forks the trials
+# modules that a run imports late; imported once, in the process that forks the trials
 PRELOADED = (jobs.__name__, "torch._dynamo")
 PATIENCE_S = 60.0  # a trial that takes longer counts as hung
 LOOK_S = 0.01
 STATE = "state.json"
 TIMED = "clock.json"  # the only file of a checkpoint that differs between runs with the same steps
-# random states, which differ between ranks: each rank draws for its pieces alone
+# random states, which differ between ranks: each rank draws only for its own pieces
 OF_RANKS = (STATE, "state.safetensors")
 KILLED = -int(signal.SIGKILL)
 Digests = Mapping[str, str]
@@ -40,9 +40,10 @@ E = TypeVar("E", bound=Event)
 
 
 class Child:
-    """A forked trial: its marks, its output, its exit status.
+    """Forked process of a trial, with its marks, its output and its exit status.
 
-    `is_over` is true once it has ended and all its marks were received.
+    A mark is a text that names a point which the process has reached. `is_over` is true once the
+    process has ended and all its marks were received.
     """
 
     def __init__(self, job: Job, attempt: ProbedRun, said: Path) -> None:
@@ -58,7 +59,7 @@ class Child:
         self.pid = self._process.pid or 0
 
     def wait_until(self, what: Callable[[], bool], patience_s: float) -> bool:
-        """Wait until `what` is true; return False if the child ends first or at the timeout."""
+        """Wait until `what` is true; return False if the child ends first or time runs out."""
         until_s = time.monotonic() + patience_s
         while not what() and not self.is_over and time.monotonic() < until_s:
             if self._pipe.poll(min(LOOK_S, patience_s)):
@@ -69,20 +70,24 @@ class Child:
         return what()
 
     def wait_for(self, mark: str) -> bool:
-        """Wait until the child sends this mark; return False if it ends first.
+        """Wait until the child sends this mark; return False if the child ends first.
 
-        Kills a child that takes too long and raises TaskError.
+        A child that takes longer than PATIENCE_S is killed, and TaskError is raised.
         """
         if not self.wait_until(lambda: mark in self.marks, PATIENCE_S) and not self.is_over:
             raise self._make_hung_error()
         return mark in self.marks
 
     def ends_within(self, patience_s: float) -> bool:
-        """Return whether the child ends within `patience_s` seconds; if not, it is left running."""
+        """Return whether the child ends within `patience_s` seconds; otherwise it continues."""
         return self.wait_until(lambda: self.is_over, patience_s)
 
     def wait(self) -> int:
-        """Return the exit status, below 0 for a signal. Raises TaskError for a child that hangs."""
+        """Wait for the child and return its exit status, which is negative after a signal.
+
+        Raises:
+            TaskError: If the child does not end within PATIENCE_S.
+        """
         if not self.ends_within(PATIENCE_S):
             raise self._make_hung_error()
         self._process.join()
@@ -90,7 +95,11 @@ class Child:
         return self._process.exitcode or 0
 
     def end_with(self, status: int) -> None:
-        """Wait for the child. Raises TaskError unless it ends with `status`."""
+        """Wait for the child and check its exit status.
+
+        Raises:
+            TaskError: If it is not `status`.
+        """
         if self.wait() != status:
             raise TaskError(
                 f"a run that is needed failed: {self.said[-1000:]}",
@@ -105,7 +114,7 @@ class Child:
         )
 
     def go(self) -> None:
-        """Send the message that a paused child waits for."""
+        """Send the message for which a paused child waits."""
         with contextlib.suppress(OSError):  # the child may have ended
             self._pipe.send_bytes(b"go")
 
@@ -114,28 +123,28 @@ class Child:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Send SIGKILL to the child and to the session that it leads."""
+        """Send SIGKILL to the child and to all processes of its session."""
         self.send(signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
     @property
     def steps(self) -> list[int]:
-        """Steps that the child has done."""
+        """Steps that the child has completed."""
         return [int(mark.removeprefix("step ")) for mark in self.marks if mark.startswith("step ")]
 
     @property
     def said(self) -> str:
-        """Output of the child so far, with the error that ended it."""
+        """Output of the child so far, including the error that ended it."""
         return self._said.read_text(errors="replace") if self._said.exists() else ""
 
 
 @dataclass(frozen=True)
 class Golden:
-    """The uninterrupted run: each step's state, the ledger and the losses.
+    """Results of an uninterrupted run: the state after each step, the ledger and the losses.
 
-    A state is the digests of its files, except of those that are `ignored`; `marks` are the marks
-    of the states in memory.
+    A state is given by the digests of the files in its checkpoint, without those in `ignored`.
+    `marks` are texts with the digests of the states in memory, by step.
     """
 
     states: Mapping[int, Digests]
@@ -145,13 +154,13 @@ class Golden:
     ignored: Sequence[str]
 
     def find_differing(self, run: Path, step: int) -> set[str]:
-        """Return the files of a checkpoint that are not those of the uninterrupted run."""
+        """Return the files in a checkpoint of `run` that differ from the uninterrupted run."""
         pairs = digests(run, step, self.ignored).items() ^ self.states.get(step, {}).items()
         return {name for name, _ in pairs}
 
 
 class Workshop:
-    """The scratch folder of campaigns and the objects that trials share."""
+    """Scratch folder of campaigns, with the processes and cached objects that trials use."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +169,7 @@ class Workshop:
         self._children: list[Child] = []
 
     def cached(self, key: object, make: Callable[[], T]) -> T:
-        """Return the object that `make` prepares, made once per `key`.
+        """Return the object for `key`, which `make` creates at the first call.
 
         Examples are an uninterrupted run, a trace and a run to be damaged.
         """
@@ -170,12 +179,15 @@ class Workshop:
         return made
 
     def fresh(self, name: str) -> Path:
-        """Create a new folder below the scratch folder."""
+        """Create a new folder in the scratch folder."""
         return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
 
     @contextlib.contextmanager
     def scratch(self, name: str) -> Iterator[Path]:
-        """Yield a folder for one trial; afterwards delete it, and kill what the trial started."""
+        """Return a context with a folder for one trial; at its end the folder is deleted.
+
+        Processes that the trial started are killed.
+        """
         outer, count, self._place = self._place, len(self._children), self.fresh(name)
         made = self._place
         try:
@@ -190,7 +202,7 @@ class Workshop:
             self._place = outer
 
     def fork(self, job: Job, attempt: ProbedRun) -> Child:
-        """Start a job in a child."""
+        """Start `job` in a child process."""
         child = Child(job, attempt, self._place / f"said-{len(self._children)}")
         self._children.append(child)
         return child
@@ -199,9 +211,10 @@ class Workshop:
         return self.fork(jobs.command if attempt.ranks else jobs.train, attempt)
 
     def golden(self, attempt: ProbedRun) -> Golden:
-        """Return the run of the attempt as one process trains it without interruption.
+        """Return the results of the attempt's run when one process trains it without interruption.
 
-        It saves after every step and keeps every checkpoint.
+        That run saves after every step and keeps every checkpoint. It is trained once and then
+        cached.
         """
         whole = ProbedRun(
             folder=Path(),
@@ -232,9 +245,10 @@ class Workshop:
 
 
 def digests(run: Path, step: int, ignored: Sequence[str]) -> Digests:
-    """Return the digest of each file of a checkpoint that is not `ignored`.
+    """Return the digest of each file of a checkpoint, without the files in `ignored`.
 
-    Raises RunFolderError.
+    Raises:
+        RunFolderError: If the manifest of the checkpoint cannot be read.
     """
     made = manifest.read(manifest.step_folder(run, step))
     return {entry.name: entry.sha256 for entry in made.files if entry.name not in ignored}
@@ -245,7 +259,7 @@ def read_consumed(run: Path) -> list[tuple[int, int]]:
 
 
 def read_losses(run: Path) -> dict[int, str]:
-    """Return the loss of each step as a text, in which NaN equals NaN."""
+    """Return the loss of each step as text, so that NaN equals NaN."""
     return {
         event.step: repr(event.loss)
         for event in events.newest(events.read(run))
@@ -254,7 +268,7 @@ def read_losses(run: Path) -> dict[int, str]:
 
 
 def read_events(run: Path, kind: type[E]) -> list[E]:
-    """Return the events of one kind, in the order of the log; none if there is no log."""
+    """Return the events of the type `kind` in the order of the log; none if there is no log."""
     found = events.read(run, kind) if (run / events.FILE).is_file() else ()
     return [each for each in found if isinstance(each, kind)]
 
@@ -264,9 +278,9 @@ def read_faults(run: Path, fault: str) -> list[Fault]:
 
 
 def find_damage(run: Path, golden: Golden) -> str | None:
-    """Return what is wrong with the visible checkpoints: a failed check, or a different state.
+    """Return the error of a visible checkpoint: a failed check or a wrong state; otherwise None.
 
-    Return None if every one verifies and has the state that the uninterrupted run had at its step.
+    The state must be that of the uninterrupted run at the same step.
     """
     for step in manifest.steps(run):
         folder = manifest.step_folder(run, step)
@@ -287,9 +301,10 @@ def find_damage(run: Path, golden: Golden) -> str | None:
 
 
 def check_after_fault(run: Path, golden: Golden) -> str | None:
-    """Return what is wrong with a run right after a fault, before anything repairs it.
+    """Return the error of a run right after a fault, before anything is repaired, or None.
 
-    Visible checkpoints must be whole, and the last acknowledged one, or a later one, must be there.
+    Visible checkpoints must be undamaged, and the newest one must not be older than the last one
+    that the log reports.
     """
     acknowledged = [event.step for event in read_events(run, Committed)]
     steps = manifest.steps(run)
@@ -299,7 +314,10 @@ def check_after_fault(run: Path, golden: Golden) -> str | None:
 
 
 def find_difference(run: Path, golden: Golden) -> str | None:
-    """Return where a finished run differs from the uninterrupted one: states, ledger or losses."""
+    """Return how a finished run differs from the uninterrupted run, or None.
+
+    States, ledger and losses are compared.
+    """
     if (last := max(golden.states)) not in manifest.steps(run):
         return f"the last step {last} is not committed: {manifest.steps(run)}"
     same = {
@@ -313,16 +331,16 @@ def find_difference(run: Path, golden: Golden) -> str | None:
 
 
 def find_wrong_end(child: Child, attempt: ProbedRun, golden: Golden) -> str | None:
-    """Wait for a run; return what is wrong with its exit status or its results, or None."""
+    """Wait for a run; return the error in its exit status or its results, or None."""
     if status := child.wait():
         return f"it ended with {status}: {child.said[-500:]}"
     return find_difference(attempt.folder, golden)
 
 
 def restart_and_compare(workshop: Workshop, attempt: ProbedRun, golden: Golden) -> str | None:
-    """Restart the run, let it end, and compare it with the uninterrupted run.
+    """Restart the run, let it end, and return how it differs from the uninterrupted run, or None.
 
-    It must resume after its newest checkpoint. Return what is wrong, or None.
+    The run must resume after its newest checkpoint.
     """
     newest = max(manifest.steps(attempt.folder), default=0)
     if events.is_finished(attempt.folder):

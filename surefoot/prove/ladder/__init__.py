@@ -1,6 +1,6 @@
-"""The ladder: experiments that add one optimization (a rung) at a time to a plain loop.
+"""Ladder: experiments that add one optimization (a rung) at a time to a plain training loop.
 
-Each one measures the gain on this machine, and checks that the results stay the same.
+Each experiment measures the gain on this machine, and checks that the results stay the same.
 """
 
 from surefoot.prove.ladder.climb import Ladder, RungResult, climb_ladder

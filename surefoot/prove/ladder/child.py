@@ -1,4 +1,4 @@
-"""Child process that checks a rung, for several seeds.
+"""Child process that checks a rung (one optimization of a ladder) with several seeds.
 
 It reports the tensors of a few steps, or the scores of short runs.
 
@@ -31,7 +31,10 @@ COMPARED_STEPS = 2  # steps from a state: the second one uses the weights that t
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the check that `words` (the command line) name, and write the report."""
+    """Run the check that the arguments `words` name, and write its report.
+
+    Without `words`, the arguments of the command line are used.
+    """
     asked = _parser().parse_args(words)
     spec = spec_file.read_written(asked.spec)
     if asked.what == "scores":
@@ -87,7 +90,7 @@ def tensors(
         spec: The spec.
         folder: Folder of the run.
         steps: Number of steps.
-        number: Number of the seed; for a number above 0, only the gradients of step 1 are returned.
+        number: Index of the seed. For an index above 0, only the gradients of step 1 are returned.
         unit: Multiply every weight, the output of every leaf module and its gradient by 1 + r with
             random |r| <= `unit`, which is at least the effect of rounding to a format with this
             unit; None for no change.
@@ -98,7 +101,7 @@ def tensors(
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
         engine = run.assembly.engine
-        # what is looked at is not compiled, and the first step is compared
+        # a step that is recorded is not compiled, and the first step is compared
         engine.stepper.records = engine.compiled is None
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
@@ -119,19 +122,19 @@ def tensors(
 def states(
     spec: RunSpec, folder: Path, *, seeds: Sequence[int], steps: int, units: Sequence[float]
 ) -> dict[str, np.ndarray]:
-    """Return loss, gradients, weights and buffers of two steps from several states.
+    """Return loss, gradients, weights and buffers of two steps from each of several states.
 
     The states are those after 0, `steps`, 2 x `steps`, ... plain steps. Plain steps are neither
-    compiled nor changed at random, so each comparison starts from the same bits, and differences
-    have no time to grow.
+    compiled nor changed at random. Each comparison therefore starts from the same bits, and
+    differences have no time to grow.
 
     Args:
         spec: The spec.
         folder: Folder of the runs.
         seeds: Seed of each state.
         steps: Number of plain steps between two states.
-        units: Unit of each draw of simulated rounding; of all draws, `floor/...` contains each
-            tensor from the draw that changed it most.
+        units: Unit of each draw of simulated rounding. The result also contains, as `floor/...`,
+            each tensor from the draw that changed it most.
 
     Raises:
         TaskError: If the spec compiles, but nothing was compiled.
@@ -174,7 +177,7 @@ def _state(
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
         stepper = run.assembly.engine.stepper
-        stepper.records = False  # what is looked at is not compiled
+        stepper.records = False  # a step that is recorded is not compiled
         steps = run.steps()
         with stepper.eager():
             for _ in islice(steps, plain_steps):
@@ -210,9 +213,9 @@ def _take(run: Run, report: StepReport) -> dict[str, np.ndarray]:
 def with_masters(
     model: torch.nn.Module, taken: dict[str, np.ndarray], step: int
 ) -> dict[str, np.ndarray]:
-    """Replace captured weights and gradients by those of the master weights, where there are any.
+    """Replace captured weights and gradients by those of the fp32 master weights, if there are any.
 
-    The optimizer step reads the masters' gradients and changes the masters.
+    The optimizer step reads the gradients of the master weights and changes the master weights.
     """
     for name, parameter in model.named_parameters():
         master = master_of(parameter)
@@ -227,10 +230,11 @@ def with_masters(
 
 
 def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
-    """Change every weight now, and the output of each leaf module and its gradient from now on.
+    """Simulate rounding: change the weights now, and outputs and their gradients in later passes.
 
-    Each value changes by a random share up to `unit`. An output between -1 and 1 stays in that
-    range: rounding makes no probability larger than 1 either.
+    Each weight, each output of a leaf module and each gradient of such an output changes by a
+    random share up to `unit`. An output whose values all lie between -1 and 1 stays in that range,
+    since rounding does not make a probability larger than 1 either.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -254,7 +258,7 @@ def blur(model: torch.nn.Module, unit: float, seed: int) -> None:
 
 
 class _RoundingNoise(torch.autograd.Function):
-    """Autograd function that blurs a tensor, and in the backward pass its gradient."""
+    """Autograd function that applies `blurred` to a tensor and, later, to its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, blurred: Any) -> Tensor:

@@ -1,8 +1,10 @@
-"""The ladder's loop: each rung is checked, measured, and kept or rejected, from the plain loop up.
+"""Loop of a ladder: each rung is checked, measured, and kept or rejected.
 
-A rung's results are first checked, in a separate process. Then it runs interleaved with the rung
-below it and with the baseline, each in fresh processes, until its interval is clear. Finally the
-score of a rung that gains is compared with that of the baseline.
+A rung is one optimization, which is added to the rungs that were kept before; the first one is
+added to a plain training loop, the baseline. The results of a rung are first checked in a separate
+process. Then its runs are interleaved with those of the rung below and of the baseline, each in
+fresh processes, until the confidence interval is clear. Finally the score of a rung that shows a
+gain is compared with that of the baseline.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from surefoot.prove.ladder.workbench import BELOW, START, LadderSettings, Measur
 from surefoot.trial import Trial, find_conditions
 from surefoot.trial.arm import REFUSED, num_ranks
 
-# of the baseline's items per sample: the last text of a run, which may be cut, changes 1 %
+# least share of the baseline's items per sample; the last text of a run may be truncated (1 %)
 SAME_WORK = 0.99
 # the highest ratio to the rung below with which a rung is measured beyond an interim analysis
 WORTH = 0.99
@@ -38,9 +40,10 @@ Ratios = Mapping[Measure, Interval | None]
 
 @dataclass(frozen=True, kw_only=True)
 class RungResult:
-    """Result of a rung: `step` holds its ratios to the rung below, `total` those to the baseline.
+    """Result of a rung (one optimization that a ladder tries).
 
-    Ratios are None if they were not measured.
+    `step` contains the ratios of its measures to those of the rung below, and `total` the ratios to
+    the baseline. A ratio is None if it was not measured.
     """
 
     rung: Rung
@@ -66,10 +69,10 @@ class RungResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Ladder:
-    """A ladder so far.
+    """State of a ladder: the optimizations (rungs) that were tried and their results.
 
-    `left_out` holds, for each kept rung, the time of the best spec over that of the best without
-    it.
+    `best` is the spec with all kept rungs. `left_out` is, for each kept rung, the time of `best`
+    over that of the spec without the rung; None if this was not measured.
     """
 
     spec: str
@@ -88,7 +91,7 @@ class Ladder:
 
 
 class Climb:
-    """The decisions about one rung after the other, each on top of the kept rungs."""
+    """Decisions about the optimizations (rungs) of a ladder, each on top of the kept ones."""
 
     def __init__(self, start: RunSpec, bench: Workbench, tell: Tell) -> None:
         self.start = self.below = self._ground = start
@@ -101,7 +104,7 @@ class Climb:
         self._scores: dict[range, SeedScores | None] = {}  # scores of the baseline, by the seeds
 
     def climb(self, rung: Rung) -> RungResult:
-        """Check and measure a rung; if it is kept, further rungs are added to it."""
+        """Check and measure an optimization (rung); later rungs are added to it if it is kept."""
         before = self._bench.num_runs
         if not rung.is_here:
             return _make_unmeasured_result(
@@ -159,12 +162,12 @@ class Climb:
             self._ground, self._ground_name, self._tensors, self._blurred = spec, rung.name, {}, {}
 
     def _check(self, rung: Rung, spec: RunSpec) -> GateVerdict:
-        """Return the gate's verdict on gradients and weights.
+        """Return the verdict of the parity gate on the gradients and weights of a rung.
 
-        A rung that crashes, or is refused, is not measured. Several ranks compute a batch in
-        pieces, each piece with separate dropout and BatchNorm. Therefore their results are compared
-        with those of one process that computes the same pieces. The score shows how the pieces
-        change a run.
+        The verdict is "not measured" if the rung crashes or its spec is refused. Several ranks
+        compute a batch in pieces, with separate dropout and BatchNorm for each piece. Therefore
+        their results are compared with those of one process that computes the same pieces. The
+        score shows how the pieces change a run.
         """
         if rung.kind == "algorithm":
             return gate.judge(rung.kind, {}, {}, {})
@@ -186,9 +189,9 @@ class Climb:
         return gate.judge(kind, self._tensors[piece], self._blurred[piece, unit], found)
 
     def _floor(self, ground: RunSpec, unit: float) -> Arrays:
-        """Return the reference tensors under simulated rounding; {} if it cannot run so.
+        """Return the reference tensors under simulated rounding; {} if the reference fails.
 
-        A model that checks its outputs to the last bit, for example, cannot.
+        A model that checks its outputs to the last bit fails, for example.
         """
         try:
             return self._bench.tensors(f"{self._ground_name} blurred", ground, unit=unit)
@@ -200,9 +203,10 @@ class Climb:
             return {}
 
     def _is_over(self, trial: Trial, rung: Rung) -> bool:
-        """Return whether to stop measuring: the rung crashed, or its interval is clear.
+        """Return whether to stop the measurement of a rung.
 
-        Also true if too many pairs went against the rung for any interval to show a gain.
+        It stops if the rung crashed, if its interval is clear, or if too many pairs went against
+        the rung for any interval to show a gain.
         """
         if trial.failure(rung.name) is not None:
             return True
@@ -219,9 +223,9 @@ class Climb:
     def _reason_against(
         self, rung: Rung, spec: RunSpec, trial: Trial, parity: GateVerdict, step: Ratios
     ) -> tuple[str | None, Score | None]:
-        """Return why a rung may not stay (None if it may), and its score.
+        """Return why a rung is not kept (None if it is kept), and its score.
 
-        The score is computed only where nothing else speaks against the rung.
+        The score is computed only if no other reason is found.
         """
         failure = trial.failure(rung.name)
         if failure is not None:
@@ -242,7 +246,7 @@ class Climb:
         return (f"its {score.words}" if score.is_worse else None), score
 
     def _score(self, rung: Rung, spec: RunSpec) -> Score | None:
-        """Compare the scores of a few seeds with the baseline's."""
+        """Compare the scores of a few seeds with those of the baseline."""
 
         def take(seeds: range) -> tuple[SeedScores | None, SeedScores | None]:
             self._tell(
@@ -283,7 +287,7 @@ class Climb:
         return {"cpu_s_per_sample": "CPU time", "wall_s_per_sample": "time"}.get(key, "peak memory")
 
     def leave_one_out(self) -> dict[str, Interval]:
-        """Return, for each kept rung, the time of all kept rungs over that of all but this one."""
+        """Return, for each kept rung, the time with all kept rungs over the time without it."""
         if len(self._kept) < 2:
             return {}
         specs = {"best": self.below}
@@ -301,11 +305,15 @@ class Climb:
 
 
 def is_settled(ratios: Sequence[float], most: int) -> bool:
-    """Return whether the pairs so far, of at most `most`, settle a rung.
+    """Return whether the pairs of runs so far decide about a rung (one optimization).
 
-    They do at an interim analysis where the interval is clear, or a gain can no longer be shown. A
-    rung that gains less than a hundredth so far is not pursued: to show so little takes more runs
-    than it saves.
+    They do at an interim analysis if the interval is clear, or if a gain can no longer be shown. A
+    rung that gains less than a hundredth so far is given up: showing so small a gain takes more
+    runs than it saves.
+
+    Args:
+        ratios: Time or memory of the rung over that of the rung below, by pair.
+        most: Largest number of pairs.
 
     >>> is_settled([0.9] * 7, 15), is_settled([0.9] * 6, 15), is_settled([1.1] * 7, 15)
     (True, False, True)
@@ -324,9 +332,9 @@ def is_settled(ratios: Sequence[float], most: int) -> bool:
 
 
 def find_piece(spec: RunSpec) -> int | None:
-    """Return the samples that one of several ranks computes at once.
+    """Return the number of samples that one of several ranks computes in one pass.
 
-    Return None for one process, and for a batch that grows.
+    Returns None for one process, and for a batch that grows.
     """
     ranks = num_ranks(spec)
     if ranks == 1 or spec.train.ramp:
@@ -335,20 +343,24 @@ def find_piece(spec: RunSpec) -> int | None:
 
 
 def _find_refusal(words: str) -> str:
-    """Return the part of `words` that says why this spec is refused; "" if there is none."""
+    """Return the part of `words` that says why a spec is refused; "" if there is none."""
     _, refused, why = words.partition(REFUSED)
     return f"{refused}{why}"
 
 
 def _standing_of_refusal(reason: str | None) -> Standing:
-    """Return the standing of a rung for `reason`; one that task or machine refuses is skipped."""
+    """Return the standing of a rung with a `reason` against it; None means that it is kept.
+
+    A rung that the task or the machine cannot run is skipped, any other is rejected.
+    """
     return "kept" if reason is None else "skipped" if reason.startswith(REFUSED) else "rejected"
 
 
 def find_skipped_work(trial: Trial, name: str) -> str | None:
-    """Return which work per sample a rung left out, by the counts of its runs, or None.
+    """Return a message if a rung (optimization) does less work per sample than the rung below.
 
-    The counts are items of the loss and optimizer steps.
+    The work is the number of items of the loss and the share of optimizer steps that were applied.
+    Returns None if it does not do less.
     """
     for measure, what, least in (
         ("items_per_sample", "items that its losses count", SAME_WORK),
@@ -384,9 +396,10 @@ def _make_unmeasured_result(
 
 
 def order_rungs(chosen: Sequence[Rung], given: Sequence[Rung]) -> list[Rung]:
-    """Return the rungs `chosen`, then those `given`.
+    """Return the optimizations (rungs) `chosen`, then those `given`.
 
-    Rungs of several ranks at the end of `chosen` come last, since they are not measured in turns.
+    Rungs with several ranks at the end of `chosen` come last, since they cannot take turns with
+    others.
     """
     split = len(chosen)
     while split and chosen[split - 1].takes_ranks:
@@ -406,13 +419,14 @@ def climb_ladder(
     tell: Tell,
     decided: Callable[[Ladder], None],
 ) -> Ladder:
-    """Try the rungs called `names` (None: every one), then those `given`.
+    """Try the optimizations (rungs) called `names`, then those `given`, and return the ladder.
 
-    With `given` and without `names`, only the given ones are tried. `decided` is called after each
-    rung. Rungs of several ranks at the end stay last.
+    If `names` is None, all known rungs are tried, or only those `given` if there are any. `decided`
+    is called after each rung. Rungs with several ranks at the end stay last.
 
-    Raises InputError for a rung that no spec can have, TaskError for a baseline that does not run;
-    nothing has been measured by then.
+    Raises:
+        InputError: For a rung that no spec can have, before anything is measured.
+        TaskError: For a baseline that does not run, before anything is measured.
     """
     start, cores = rungs.make_plain_spec(spec), int(find_conditions(())["cores"])
     named = (

@@ -1,10 +1,10 @@
-"""Comparison of a compiled step with eager mode by the ladder's gate, tensor by tensor.
+"""Comparison of a compiled step with eager mode by the ladder's parity gate, tensor by tensor.
 
-Both start from the same batches and states. Where a value is on an edge, as two equal inputs of a
-maximum are, the last bit decides between two gradients, and no bound on rounding covers that. So
-both start each time from the same bits, where simulated rounding meets the same edges, and several
-draws of simulated rounding give the allowed difference: for fp32 up to four units, since a compiled
-sum has a different order.
+Both start from the same batches and states. If a value lies on an edge, such as two equal inputs of
+a maximum, the last bit decides between two gradients, and no bound on rounding covers the
+difference. Therefore both start each time from the same bits, so that simulated rounding meets the
+same edges. Several draws of simulated rounding give the allowed difference. For fp32 they are up to
+four units, since a compiled sum has a different order.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ FLOOR = "floor/"
 def verify_compiled(spec: RunSpec, folder: Path, *, tell: Tell) -> tuple[RunSpec, GateVerdict]:
     """Compare `spec` compiled with `spec` in eager mode; return the compiled spec and the verdict.
 
-    The whole model is compiled where the spec compiles nothing. A part that cannot be compiled is
-    an error, since it would be compared with itself. Raises SpecError for a task without a name,
-    TaskError if one of the two does not run.
+    If the spec compiles nothing, the whole model is compiled. A part that cannot be compiled is an
+    error, since it would be compared with itself.
+
+    Raises:
+        SpecError: If the spec names no task.
+        TaskError: If one of the two does not run.
     """
     if spec.task.use is None:
         raise SpecError(

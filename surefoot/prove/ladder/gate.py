@@ -1,19 +1,21 @@
-"""The parity gate: are the results of a rung as good as those of the baseline?
+"""Parity gate: checks whether the results of a rung are as good as those of the baseline.
 
-It takes arrays of both and returns a verdict with the worst tensor. The effect of rounding is
-measured: a third run of the baseline has its weights, the output of every module and every gradient
-in the backward pass moved by random shares of the format's unit (`blur` in `child`). The resulting
-difference is called a floor. There are two bounds:
+A rung is one optimization of a ladder. The gate compares tensors of both and returns a verdict that
+names the worst tensor. The effect of rounding is measured: a further run of the baseline has its
+weights, the output of every module and every gradient in the backward pass changed by random shares
+of the format's unit (`blur` in `child`). The resulting difference is called a floor. The bound
+depends on the kind of the rung:
 
 - *nothing*: loss, gradients and weights after a step, gradients of further batches, and all of
-  these after K steps are equal to 1e-5, or off by no more than three floors of 32-bit rounding;
-- *rounding*: the same with the floor of the format that the rung computes in. No gradient is off by
-  more than three floors (2-norm, so its direction is bounded too), no slice of a gradient is off to
-  the same side in all batches by more than three, nor is the change of the weights over K steps.
+  these after K steps are equal to 1e-5, or differ by at most three floors of 32-bit rounding;
+- *rounding*: no gradient differs by more than three floors of the format in which the rung computes
+  (2-norm, which also bounds its direction), and neither does the change of the weights over K
+  steps.
 
-A slice belongs to one output of a layer. Over all batches its part along the true gradient is (sum
-of <g, g'>) / (sum of <g, g>): 1 where only rounding differs, 0 where it was zeroed, whatever the
-loss is.
+In both cases no slice of a gradient deviates in the same direction in all batches by more than
+three floors. A slice belongs to one output of a layer. Over all batches its component along the
+true gradient is (sum of <g, g'>) / (sum of <g, g>). This is 1 if only rounding differs and 0 if the
+slice was zeroed, whatever the loss is.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ UNITS = {"fp32": 2.0**-23, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, 
 SMALL_SLICE = 0.25
 SPREADS = 2.0  # a score may be worse by 2 standard deviations of the baseline's scores
 MIN_SEEDS = 3
-FURTHER = 2  # factor of further seeds where the score of the first ones is worse
+FURTHER = 2  # times as many further seeds if the first scores are worse
 
 
 def unit_of(compute: str) -> float:
@@ -48,9 +50,9 @@ def unit_of(compute: str) -> float:
 
 
 def bound_of(kind: Kind, compute: str) -> tuple[Kind, float]:
-    """Return the bound for a rung of this kind whose spec computes in `compute`, and its unit.
+    """Return the bound for a rung (optimization) whose spec computes in `compute`, and its unit.
 
-    Above a rung that rounds, no rung matches the baseline more closely than its format allows.
+    A rung of the kind "nothing" gets the bound "rounding" if its spec does not compute in fp32.
     """
     if kind == "nothing" and compute == "fp32":
         return kind, UNITS["fp32"]
@@ -59,7 +61,7 @@ def bound_of(kind: Kind, compute: str) -> tuple[Kind, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """A comparison: `what` is off by `off`, and at most `allowed` is allowed."""
+    """Comparison in which `what` differs by `off`, while a difference of `allowed` is allowed."""
 
     what: str
     off: float
@@ -74,9 +76,10 @@ class Deviation:
 
 @dataclass(frozen=True, kw_only=True)
 class GateVerdict:
-    """The verdict of the gate.
+    """Verdict of the parity gate, which compares the results of an optimization with the baseline.
 
-    `worst` is the largest ratio of `off` to `allowed`, which the first of `claims` has.
+    `claims` are the comparisons, the worst first. `worst` is the ratio of `off` to `allowed` of the
+    first one.
     """
 
     verdict: Literal["passes", "fails", "does not apply", "not measured"]
@@ -86,10 +89,15 @@ class GateVerdict:
 
 
 def judge(kind: Kind, start: Arrays, blurred: Arrays, rung: Arrays) -> GateVerdict:
-    """Return the verdict on the tensors of a rung of kind *nothing* or *rounding*.
+    """Return the verdict on the tensors of an optimization (rung), compared with the baseline.
 
-    `blurred` is the baseline under simulated rounding. A floor that was not measured, or is not
-    finite where the baseline is, allows no rounding at all, since it would allow anything.
+    Args:
+        kind: Largest change of the results that is allowed.
+        start: Tensors of the baseline.
+        blurred: Tensors of the baseline under simulated rounding. If they are missing, or not
+            finite where the baseline is, no rounding is allowed, since such tensors would allow
+            anything.
+        rung: Tensors of the rung.
     """
     if kind == "algorithm":
         return GateVerdict(
@@ -151,10 +159,10 @@ def _check_equality(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[De
 
 
 def _floors_of_losses(start: Arrays, blurred: Arrays) -> dict[str, float]:
-    """Return a minimum of the floor of each loss.
+    """Return a lower limit of the floor of each loss.
 
-    A loss is one value, so the floor of a single draw may be close to zero by chance. The minimum
-    follows from the weights: the share by which rounding changes their total movement is also
+    A loss is one value, so that the floor of a single draw may be close to zero by chance. The
+    limit follows from the weights: the share by which rounding changes their total movement is also
     allowed for the decrease of the loss.
     """
     length = _norm(_weight_change(start))
@@ -198,7 +206,7 @@ def _check_closeness(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[D
 
 
 def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Deviation]:
-    """Compare each gradient's worst slice over all batches: off to the same side each time."""
+    """Compare the worst slice of each gradient: the deviation that is the same in all batches."""
     names = dict.fromkeys(name for _, name in _gradients(start))
     floors = {name: float(np.abs(_relative_length(start, blurred, name)).max()) for name in names}
     usual = float(np.median(list(floors.values()))) if floors else 0.0
@@ -214,9 +222,9 @@ def _slices(start: Arrays, blurred: Arrays, rung: Arrays) -> Iterator[Deviation]
 
 
 def _relative_length(start: Arrays, other: Arrays, name: str) -> Numbers:
-    """Return by how much each slice of a gradient is longer along the true gradient.
+    """Return the excess of each slice of a gradient along the true gradient, over all batches.
 
-    The result is a share of the true gradient, over all batches.
+    The excess is a share of the true gradient.
     """
     above, below, least = 0.0, 0.0, 0.0
     numbers = [number for number, each in _gradients(start) if each == name]
@@ -241,7 +249,10 @@ def _gradients(arrays: Arrays) -> list[tuple[int, str]]:
 
 
 def _typical_gradient(arrays: Arrays, number: int) -> float:
-    """Return the largest root mean square of a batch's gradients: values far below are rounding."""
+    """Return the largest root mean square among a batch's gradients.
+
+    Values far below it are mostly rounding errors.
+    """
     found = [
         _norm(each) / np.sqrt(each.size)
         for key, each in arrays.items()
@@ -251,7 +262,7 @@ def _typical_gradient(arrays: Arrays, number: int) -> float:
 
 
 def _weight_change(arrays: Arrays) -> Numbers:
-    """Return all trained weights after the last step minus those after the first, as one vector."""
+    """Return the change of all trained weights from the first to the last step, as one vector."""
     names = dict.fromkeys(name for _, name in _gradients(arrays))
     last = max(int(key.split("/")[1]) for key in arrays if key.startswith("weight/"))
     ways = [
@@ -280,7 +291,7 @@ def _describe_key(key: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """Scores of a rung compared with those of the baseline, seed by seed.
+    """Scores of an optimization (rung) compared with those of the baseline, seed by seed.
 
     `spread` is the standard deviation of the baseline's scores.
     """
@@ -318,7 +329,7 @@ class Score:
 
 @dataclass(frozen=True)
 class SeedScores:
-    """Scores of runs by seed number, with the name, direction and unit of the score."""
+    """Scores of runs by seed, with the name, direction and unit of the score."""
 
     values: Mapping[int, float]
     name: str
@@ -329,11 +340,12 @@ class SeedScores:
 def decide_by_scores(
     seeds: range, take: Callable[[range], tuple[SeedScores | None, SeedScores | None]]
 ) -> Score | None:
-    """Compare the scores of `seeds`; if they look worse, compare further seeds and decide by all.
+    """Compare the scores of `seeds`; if they look worse, decide by further seeds as well.
 
-    `take` returns the scores of the baseline and of the rung. With three seeds a rung that changes
-    nothing looks worse in 3 to 8 of 100 cases, the more the less its runs follow the baseline's;
-    where all nine seeds have to agree, in at most one.
+    `take` returns the scores of the baseline and of the rung (optimization) for some seeds. With
+    three seeds, a rung that changes nothing looks worse in 3 to 8 of 100 cases; the less its runs
+    correlate with those of the baseline, the more often. With all nine seeds it looks worse in at
+    most 1 of 100.
     """
     start, rung = take(seeds)
     score = compare_scores(start, rung)
@@ -344,14 +356,17 @@ def decide_by_scores(
 
 
 def _join(some: SeedScores | None, more: SeedScores | None) -> SeedScores | None:
-    """Join two sets of scores; if one is None, return the other."""
+    """Join the scores of two sets of seeds; if one is None, return the other."""
     if some is None or more is None:
         return some or more
     return replace(some, values={**some.values, **more.values})
 
 
 def compare_scores(start: SeedScores | None, rung: SeedScores | None) -> Score | None:
-    """Compare the scores of the seeds that both have; return None if they share none."""
+    """Compare the scores of a rung (optimization) and the baseline for the seeds that both have.
+
+    Returns None if there are none.
+    """
     shared = (
         sorted(start.values.keys() & rung.values.keys())
         if start is not None and rung is not None

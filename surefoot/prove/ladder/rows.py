@@ -1,6 +1,6 @@
-"""A ladder as JSON, Markdown, an SVG picture, and the winning spec with its evidence.
+"""Conversion of a ladder to JSON, Markdown, an SVG picture, and a spec with its evidence.
 
-Nothing is computed, only rendered.
+Nothing is computed here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEW = "too few pairs to show a gain: nothing can be kept"
 
 
 def as_row(ladder: Ladder) -> dict[str, Any]:
-    """Return the whole ladder as one object; what was not measured is null."""
+    """Return the ladder as one object for JSON; values that were not measured are null."""
     return {
         "version": VERSION,
         "spec": ladder.spec,
@@ -99,7 +99,7 @@ def _value(value: Any) -> Any:
 def _line(text: str) -> str:
     r"""Return the text on one line, without characters that TOML or Markdown forbid in a line.
 
-    A task's error, for example, may be colored or have several lines.
+    The error of a task, for example, may be colored or have several lines.
 
     >>> _line("red \x1b[31m,\n two  lines")
     'red ?[31m, two lines'
@@ -135,7 +135,7 @@ def _score_row(score: Score | None) -> dict[str, Any] | None:
 
 
 def inverse(interval: Interval | None) -> Interval | None:
-    """Return the interval of the reciprocal: of throughput, given the interval of time.
+    """Return the interval of the reciprocal, such as that of throughput for an interval of time.
 
     >>> inverse(Interval(estimate=0.5, low=0.4, high=0.8, count=7, neutral=1.0))
     Interval(estimate=2.0, low=1.25, high=2.5, count=7, neutral=1.0)
@@ -149,7 +149,7 @@ def inverse(interval: Interval | None) -> Interval | None:
 
 
 def cells(result: RungResult) -> tuple[str, ...]:
-    """Return the cells of one rung's row, below HEADER."""
+    """Return the cells of one optimization (rung) in the table with the columns HEADER."""
     step = result.step
     return (
         result.rung.name,
@@ -215,7 +215,7 @@ def _step_of(ladder: Ladder, name: str) -> Interval | None:
 
 
 def as_toml(ladder: Ladder) -> str:
-    """Return the winning spec as TOML, with its evidence in comments above it."""
+    """Return the best spec as TOML, with its evidence in comments above it."""
     last = ladder.kept[-1] if ladder.kept else None
     lines = [
         (
@@ -248,9 +248,10 @@ WIDE, LINE, LEFT, RIGHT = 720, 30, 150, 130
 
 
 def as_svg(ladder: Ladder) -> str:
-    """Draw each rung's time relative to the baseline, with its interval, on a logarithmic axis.
+    """Return a picture of the time of each optimization (rung) relative to the baseline.
 
-    The SVG has no scripts and no remote parts.
+    The axis is logarithmic, and intervals are drawn as lines. The SVG has no scripts and no remote
+    parts.
     """
     shown = [(each, each.total["time"]) for each in ladder.results]
     bounds = [
@@ -299,7 +300,7 @@ def _ticks(low: float, high: float) -> Iterable[float]:
 
 
 def _mark(ratio: Interval | None, x: Any, y: float, kept: bool) -> list[str]:
-    """Draw a dot for a kept rung, a ring for any other, and the interval as a line."""
+    """Return SVG elements of a ratio: a dot for a kept rung, else a ring, and the interval."""
     if ratio is None:
         return []
     parts = []

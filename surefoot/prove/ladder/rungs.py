@@ -1,6 +1,6 @@
-"""The rungs: optimizations that a ladder switches on, one at a time.
+"""Rungs of a ladder: the optimizations that it adds to a plain training loop, one at a time.
 
-To add a rung, add it to the rungs of its subject, and the value before it to `PLAIN`.
+To add a rung, add it to the rungs of its subject, and add the value without it to `PLAIN`.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _GIVEN = re.compile(r"\s*([\w.+-][\w .+-]*?)\s*(?:\((\w+)\)\s*)?:\s*(.+)", re.DO
 
 @dataclass(frozen=True)
 class Rung:
-    """A change of the spec.
+    """Optimization that a ladder tries: a change of the spec.
 
     Args:
         name: Name of the rung.
         change: Values by dotted key of the spec.
         kind: How much the rung may change the results.
-        purpose: What the rung must improve to be kept.
-        expected: Factors of the rung below that people commonly expect, by measure.
-        needs: A requirement in words; None for none.
+        purpose: Measure that the rung must improve to be kept.
+        expected: Ratios to the rung below that people commonly expect, by measure.
+        needs: Description of a requirement; None if there is none.
         is_here: Whether this machine and the spec meet the requirement. Whether the model supports
             the rung is known only when its process runs.
     """
@@ -71,9 +71,11 @@ class Rung:
     is_here: bool = True
 
     def on(self, spec: RunSpec) -> RunSpec:
-        """Return the spec with this rung.
+        """Return `spec` with the change of this rung.
 
-        Raises SpecError for a key or value that no spec has, InputError if nothing changes.
+        Raises:
+            SpecError: For a key or value that no spec can have.
+            InputError: If the change has no effect.
         """
         changed = change(spec, self.change)
         if _meaning(changed) == _meaning(spec):
@@ -86,12 +88,12 @@ class Rung:
 
     @property
     def takes_ranks(self) -> bool:
-        """True if the rung trains on several ranks."""
+        """True if this optimization trains on several ranks."""
         return any(key.startswith("layout.") for key in self.change)
 
     @property
     def words(self) -> str:
-        """The change, as `--set` takes it."""
+        """The change in the format of the option `--set`."""
         return ", ".join(f"{key}={value}" for key, value in self.change.items())
 
 
@@ -155,11 +157,12 @@ PRECISIONS = tuple(
 def find_rungs(
     spec: RunSpec, *, device: str, cores: int, devices: int = 1, blocks: Sequence[str] = ()
 ) -> tuple[Rung, ...]:
-    """Return every rung, from the bottom up.
+    """Return all optimizations (rungs) in the order in which a ladder tries them.
 
     Rungs that do not change results come first, so that the others are compared with a sound
-    baseline. Rungs of several ranks come last: a rank for each core, or each of the `devices`, as
-    many as share a batch evenly. `blocks` names the blocks to recompute, where they have names.
+    baseline. Rungs with several ranks come last: one rank per core, or per GPU of `devices`, as
+    many as share a batch evenly. `blocks` are the names of the blocks to recompute, if they have
+    names.
     """
     gpu = device == "cuda"
     batch = math.gcd(*(batch for _, batch in spec.train.ramp)) or spec.train.batch
@@ -230,7 +233,7 @@ def find_rungs(
 
 
 def _memory_rungs(spec: RunSpec, part: int | None, blocks: Sequence[str]) -> tuple[Rung, ...]:
-    """Return the rungs that save memory of a step; `part` is the size of the microbatch."""
+    """Return the rungs that reduce the memory of a step; `part` is the size of the microbatch."""
     named = {"memory.blocks": tuple(blocks)} if blocks else {}
     return (
         Rung(
@@ -264,7 +267,7 @@ def _memory_rungs(spec: RunSpec, part: int | None, blocks: Sequence[str]) -> tup
 
 
 def _enlarge_batch(spec: RunSpec) -> dict[str, Any]:
-    """Return the change to four times the batch, with the matching learning-rate scaling."""
+    """Return the change to four times the batch, with the matching scaling of the learning rate."""
     optim = spec.optim
     rule = "linear" if optim.name in ("sgd", "lars") else "sqrt"
     scaled = (
@@ -276,7 +279,7 @@ def _enlarge_batch(spec: RunSpec) -> dict[str, Any]:
 
 
 def _has_compiler() -> bool:
-    """Return whether a C++ compiler is found, which torch.compile needs on a CPU."""
+    """Return whether a C++ compiler is installed, which torch.compile needs on a CPU."""
     return any(map(shutil.which, ("g++", "clang++", "cl")))
 
 
@@ -286,7 +289,7 @@ def _takes(spec: RunSpec, parameter: str) -> bool:
 
 
 def find_microbatch(batch: int) -> int | None:
-    """Return a quarter of the batch, or the largest divisor below; None for a batch of 1.
+    """Return a quarter of the batch, or the next smaller divisor; None for a batch of 1.
 
     >>> find_microbatch(64), find_microbatch(50), find_microbatch(7), find_microbatch(1)
     (16, 10, 1, None)
@@ -299,14 +302,14 @@ def find_microbatch(batch: int) -> int | None:
 
 
 def make_plain_spec(spec: RunSpec) -> RunSpec:
-    """Return the spec of the plain loop, the baseline of its ladder."""
+    """Return the spec of the plain training loop, with which the ladder of `spec` begins."""
     return change(spec, PLAIN)
 
 
 def change(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
     """Return the spec with `table.key` set to each value; None removes the key.
 
-    Another `task.use` drops the task's parameters.
+    A different `task.use` removes the parameters of the task.
     """
     tables: dict[str, dict[str, Any]] = {
         name: dict(keys) for name, keys in spec.as_tables().items()
@@ -332,9 +335,12 @@ def _meaning(spec: RunSpec) -> Any:
 
 
 def parse_rung(text: str) -> Rung:
-    """Parse a rung of the command line. Raises SpecError for anything else.
+    """Return the optimization (rung) that a text of the command line describes.
 
-    Examples: `name: table.key=value`, `name (rounding): a.b=1, c.d=2`.
+    Examples are `name: table.key=value` and `name (rounding): a.b=1, c.d=2`.
+
+    Raises:
+        SpecError: If the text has a different form.
     """
     found = _GIVEN.fullmatch(text)
     kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
@@ -360,14 +366,15 @@ def parse_rung(text: str) -> Rung:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas before a new `table.key=`; the commas of a list stay."""
+    """Split the text at commas before a new `table.key=`; commas inside a list do not split it."""
     return re.split(r",\s*(?=\w+\.[\w.]+\s*=)", text)
 
 
 def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
-    """Return the rungs of these names, in the order given.
+    """Return the optimizations (rungs) with the names `given`, in that order.
 
-    Raises InputError for a name that no rung has, or that is given twice.
+    Raises:
+        InputError: For an unknown name, and for a repeated one.
     """
     named = {rung.name: rung for rung in rungs}
     for name in given:
@@ -381,7 +388,11 @@ def choose(given: Sequence[str], rungs: Sequence[Rung]) -> tuple[Rung, ...]:
 
 
 def check_names(rungs: Sequence[Rung]) -> None:
-    """Raise InputError for two rungs of one name, and for a name that the ladder reserves."""
+    """Check that the names of optimizations (rungs) are unique and not reserved.
+
+    Raises:
+        InputError: If two rungs have the same name, or one has a reserved name.
+    """
     taken = next((rung.name for rung in rungs if rung.name in RESERVED), None)
     if taken is not None:
         raise InputError(

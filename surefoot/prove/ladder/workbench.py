@@ -1,4 +1,4 @@
-"""Processes that measure the baseline, a rung and the rung below it, and their reports."""
+"""Measurement of a rung, the rung below it and the baseline in fresh processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
 # the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
 WARMUP_STEPS, MIN_STEPS = 8, 8
 WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
-TARGET_S = 1.5  # duration of the baseline's measured steps, where no number of samples is given
+TARGET_S = 1.5  # duration of the baseline's measured steps if no number of samples is given
 ROOM = 1.25  # allowed memory of a process, relative to the baseline
 CHECKED_STEPS, CHECKED_SEEDS = 8, 4
 STATES, STATE_STEPS = 3, 4  # number of states, and steps from each to the next
@@ -38,12 +38,14 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class LadderSettings:
-    """Settings with which a ladder is measured.
+    """Settings with which the optimizations (rungs) of a ladder are measured.
 
-    Each rung is measured with at most `pairs` pairs of runs, of `samples` samples per run. With
-    `samples` None, the measured steps of the baseline take TARGET_S seconds. With
-    `measures_refused`, a rung whose results failed is measured up to the first interim analysis, to
-    show what it would have gained.
+    Args:
+        pairs: Largest number of pairs of runs for each rung.
+        samples: Samples per run; if None, the measured steps of the baseline take TARGET_S seconds.
+        timeout_s: Seconds after which a process is killed.
+        measures_refused: Measure a rung whose results failed the check up to the first interim
+            analysis, to show what it would have gained.
     """
 
     pairs: int = 15
@@ -60,14 +62,14 @@ class LadderSettings:
 
     @property
     def can_decide(self) -> bool:
-        """True if `pairs` pairs can show a gain at all."""
+        """True if `pairs` pairs are enough to show a gain."""
         return bool(looks(self.pairs))
 
 
 class Workbench:
-    """Measurements of specs in fresh processes beside the baseline `start`.
+    """Measurements of specs in fresh processes, compared with the baseline `start`.
 
-    Every raw outcome is written to `folder`, one per line.
+    Every outcome is written to a file in `folder`, one per line.
     """
 
     def __init__(self, start: RunSpec, settings: LadderSettings, folder: Path) -> None:
@@ -76,9 +78,10 @@ class Workbench:
         self.num_runs = 0
 
     def begin(self) -> float:
-        """Run the baseline once, to find its device; return the seconds of a step.
+        """Run the baseline once to find its device and speed; return the seconds of a step.
 
-        Raises TaskError if it does not run.
+        Raises:
+            TaskError: If the baseline does not run.
         """
         with _work() as work:
             arm = spec_arm(
@@ -120,14 +123,14 @@ class Workbench:
         return step_s
 
     def _warmup(self, wanted: int) -> int:
-        """Return `wanted` steps of warm-up, or what the run leaves beside the measured steps."""
+        """Return the number of warm-up steps: `wanted`, or fewer if the run is too short."""
         return int(min(max(WARMUP_STEPS, wanted), self._total_steps - self._steps))
 
     def extend_warmup_for_compilation(self) -> None:
-        """Lengthen the warm-up, so that no process compiles while it is measured.
+        """Lengthen the warm-up so that no process compiles while it is measured.
 
-        Where an epoch is short, its last batch, which has a different size, must come before the
-        measurement.
+        The last batch of an epoch may have a different size and cause a compilation. If an epoch is
+        short, that batch must therefore come before the measurement.
         """
         if self._epoch_steps < self.warmup_steps + self._steps:
             self.warmup_steps = max(
@@ -137,7 +140,7 @@ class Workbench:
     def key(self, measure: Measure) -> str:
         """Return the name under which processes report a measure.
 
-        On a CPU time is CPU time of all cores, which other processes do not lengthen.
+        On a CPU, "time" is the CPU time of all cores, which other processes do not lengthen.
         """
         on_cpu = self.device == "cpu"
         return {
@@ -148,9 +151,9 @@ class Workbench:
         }[measure]
 
     def ratio(self, trial: Trial, arm: str, baseline: str, measure: Measure) -> Interval | None:
-        """Return the paired ratio of a measure, with an interval valid at interim analyses.
+        """Return the median ratio of a measure over pairs; None if no pair has both values.
 
-        Return None if no pair has both values.
+        The interval is valid at interim analyses.
         """
         mine, theirs = (
             trial.pairs(arm, baseline, self.key(measure)) if baseline in trial.arms else ([], [])
@@ -172,12 +175,19 @@ class Workbench:
         *,
         decides: bool = True,
     ) -> Trial:
-        """Run interleaved rounds of a rung, the rung below and the baseline until `is_over`.
+        """Run interleaved rounds of a rung (optimization), the rung below and the baseline.
 
-        `is_over` is called after each whole round, and after a failure. After the first interim
-        analysis the baseline is left out: the ratio to it is reported from the pairs so far.
-        Without `decides` the measurement ends there, since further pairs would not change the
-        decision about the rung.
+        After the first interim analysis the baseline is left out. The ratio to it is reported from
+        the pairs so far.
+
+        Args:
+            name: Name of the rung.
+            spec: Spec with the rung.
+            below: Spec of the rung below.
+            is_over: Called after each complete round and after a failure; True ends the
+                measurement.
+            decides: False if the decision about the rung is already known. The measurement then
+                ends at the first interim analysis.
         """
         arms = [self._make_arm(BELOW, below), self._make_arm(name, spec)]
         names = (BELOW, name, START)
@@ -207,10 +217,10 @@ class Workbench:
         caches: Path | None = None,
         tell: Tell = lambda text: None,
     ) -> Trial:
-        """Run `rounds` interleaved rounds of all of `specs`.
+        """Run `rounds` interleaved rounds of all `specs`, given by name.
 
-        With `caches`, each spec keeps its compiler cache below that folder, from its first round
-        on.
+        With `caches`, each spec has its own compiler cache in that folder, which all its rounds
+        use.
         """
         outcomes: list[Outcome] = []
         arms = [self._make_arm(name, spec) for name, spec in specs.items()]
@@ -228,17 +238,17 @@ class Workbench:
         )
 
     def _rounds(self, arms: Sequence[Arm], rounds: int, seed: int) -> Iterator[Outcome]:
-        """Run rounds in turns where the memory holds all processes, else one after the other.
+        """Run rounds of `arms`, in turns if the memory holds all processes.
 
-        Processes on a GPU, and of several ranks, which wait for each other within a step, run one
-        after the other.
+        Otherwise, and on a GPU or with several ranks, the processes of a round run one after the
+        other.
         """
         fits = len(arms) * self._peak_bytes * ROOM <= find_available_bytes()
         takes_turns = fits and self.device == "cpu" and all(arm.ranks == 1 for arm in arms)
         return run_rounds(arms, rounds=rounds, warmup_rounds=0, seed=seed, in_turns=takes_turns)
 
     def _make_arm(self, name: str, spec: RunSpec) -> Arm:
-        """Return a process for `spec`; all train equally many samples, whatever their batch."""
+        """Return an arm for `spec`; all arms train equally many samples, whatever their batch."""
         return spec_arm(
             name,
             _make_measured_spec(spec),
@@ -256,7 +266,8 @@ class Workbench:
     def tensors(self, name: str, spec: RunSpec, *, unit: float | None = None) -> Arrays:
         """Return gradients and weights of a few steps; with `unit`, under simulated rounding.
 
-        Raises TaskError if the process fails.
+        Raises:
+            TaskError: If the process fails.
         """
         words = () if unit is None else ("--unit", repr(unit))
         return self._arrays(
@@ -266,9 +277,12 @@ class Workbench:
         )
 
     def states(self, name: str, spec: RunSpec, *, units: Sequence[float] = ()) -> Arrays:
-        """Return the tensors of two steps from each of a few states, and under rounding by `units`.
+        """Return the tensors of two steps from each of a few states.
 
-        Raises TaskError if the process fails.
+        For each unit in `units` the steps are repeated under simulated rounding.
+
+        Raises:
+            TaskError: If the process fails.
         """
         words = [word for unit in units for word in ("--unit", repr(unit))]
         return self._arrays(
@@ -287,7 +301,11 @@ class Workbench:
                 raise TaskError(f"gave no tensors: {error.message}") from error
 
     def scores(self, name: str, spec: RunSpec, seeds: range) -> SeedScores | None:
-        """Return the scores of these seed numbers after the measured number of samples, or None."""
+        """Return the scores of runs with the given seed numbers, or None if no run has a score.
+
+        A run trains as many samples as a measured one. The numbers are added to the seed of the
+        spec.
+        """
         steps = self._steps_of(spec, self._steps + self.warmup_steps)
         with _work() as work:
             outcome = run_arm(self._child("scores", name, spec, steps=steps, seeds=seeds), work)
@@ -349,7 +367,7 @@ class Workbench:
 
 
 def _make_measured_spec(spec: RunSpec) -> RunSpec:
-    """Return the spec of a measured run: the same training, without copies elsewhere."""
+    """Return the spec of a measured run, which copies no checkpoints to other storage."""
     return rungs.change(
         spec, {"checkpoint.store": None, "observe.tensorboard": bool(spec.observe.tensorboard)}
     )

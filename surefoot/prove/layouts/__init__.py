@@ -1,4 +1,4 @@
-"""Comparison of what a task computes under several layouts of its ranks."""
+"""Comparison of the results of a task under several layouts of its ranks."""
 
 from surefoot.prove.layouts.compare import LayoutComparison
 from surefoot.prove.layouts.verify import LayoutVerdict, verify_layouts

@@ -1,12 +1,12 @@
-"""Process of a rank in a comparison of layouts: it trains a few steps.
+"""Process of a rank in a comparison of layouts, which trains a few steps.
 
 After each step rank 0 reports loss, gradient norm, gradients and weights.
 
 `python -m surefoot.prove.layouts.child SPEC --report FILE --run DIR --steps N --float64`
 
-With `--record` the operators of all steps with outputs narrower than float64, and those that draw
-random numbers, are reported as the facts `narrow` and `draws`, in JSON. They are also reported
-where the run fails, together with `failed`. With `--plain` BatchNorm and dropout are as in
+With `--record`, two lists of operators are reported as facts in JSON: `narrow`, those with outputs
+narrower than float64, and `draws`, those that draw random numbers. They are reported even if the
+run fails, together with the error as `failed`. With `--plain`, BatchNorm and dropout work as in
 evaluation.
 """
 
@@ -40,7 +40,10 @@ from surefoot.trial.arm import mark_refused_specs
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Run the steps that `words` (the command line) ask for, and write the report."""
+    """Run the steps that the arguments `words` request, and write the report.
+
+    Without `words`, the arguments of the command line are used.
+    """
     asked = _parser().parse_args(words)
     record = PassRecord() if asked.record else None
     facts: dict[str, str] = {}
@@ -64,9 +67,9 @@ def main(words: Sequence[str] | None = None) -> None:
 def _train(
     asked: argparse.Namespace, record: PassRecord | None, facts: dict[str, str]
 ) -> dict[str, np.ndarray] | None:
-    """Return the tensors after each step, and add facts of the run.
+    """Train, add facts of the run to `facts`, and return the tensors after each step.
 
-    Return None on ranks that report nothing.
+    Returns None on ranks that report nothing.
     """
     spec = spec_file.read_written(asked.spec)
     found = load_task(spec)
@@ -97,7 +100,7 @@ def _train(
 
 
 def _capture_whole(run: Run, loss: float, step: int) -> dict[str, np.ndarray]:
-    """Return what `capture` returns in one process; where ranks hold rows, gather them."""
+    """Return what `capture` returns in one process; sharded tensors are gathered from all ranks."""
     sharded = run.assembly.engine.stepper.ranks and run.assembly.engine.stepper.ranks.sharded
     if not sharded:
         return with_masters(run.model, capture(run.model, loss, step), step)

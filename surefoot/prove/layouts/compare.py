@@ -1,4 +1,4 @@
-"""Runs in a comparison of layouts, and the comparison of the tensors of two of them."""
+"""Runs in a comparison of layouts, and the comparison of the tensors of two runs."""
 
 from __future__ import annotations
 
@@ -27,10 +27,16 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutComparison:
-    """A layout compared with one process, in one precision.
+    """Comparison of a layout with one process, in one precision.
 
-    `worst` is the tensor that is off most, relative to the allowed difference; `count` is how many
-    tensors were compared.
+    Args:
+        layout: The layout.
+        precision: Format of the computation.
+        worst: Tensor with the largest difference relative to the allowed difference.
+        off: Difference of that tensor.
+        allowed: Allowed difference.
+        count: Number of tensors that were compared.
+        num_bad: Number of tensors that differ by more than is allowed.
     """
 
     layout: str
@@ -48,7 +54,7 @@ class LayoutComparison:
 
 @dataclass(frozen=True)
 class LayoutTrial:
-    """Runs of a comparison, each in fresh processes and a new folder below `folder`."""
+    """Runs in a comparison of layouts, each in fresh processes and a new folder in `folder`."""
 
     folder: Path
     steps: int
@@ -57,9 +63,12 @@ class LayoutTrial:
     def run(
         self, spec: RunSpec, layout: Layout, name: str, *flags: str, steps: int | None = None
     ) -> tuple[Arrays, Mapping[str, str]]:
-        """Return the tensors and facts of a run; `flags` are those of the child process.
+        """Run a spec with a layout; return its tensors and facts.
 
-        Raises TaskError if the run fails, except with `--record`.
+        `flags` are options of the child process, and `name` describes the run.
+
+        Raises:
+            TaskError: If the run fails without `--record`.
         """
         self.tell(name)
         place = self.folder / name.replace("=", "").replace(",", " ").replace(" ", "-")
@@ -100,9 +109,9 @@ class LayoutTrial:
 def compare(
     layout: str, precision: str, whole: Arrays, found: Arrays, allowed: float, *, only_first: bool
 ) -> LayoutComparison:
-    """Compare `found` with `whole`, tensor by tensor.
+    """Compare the tensors `found` with those of `whole`, one by one.
 
-    With `only_first`, only loss, norm and gradients of the first step are compared.
+    With `only_first`, only loss, gradient norm and gradients of the first step are compared.
     """
 
     def kept(arrays: Arrays) -> dict[str, np.ndarray]:

@@ -1,6 +1,6 @@
-"""Recording of operators with outputs narrower than float64, or that draw random numbers.
+"""Record of operators with outputs narrower than float64, and of those that draw random numbers.
 
-Each has its module and line.
+Each operator is recorded with its module and its line.
 
     record = PassRecord()
     record.know(model)
@@ -8,7 +8,7 @@ Each has its module and line.
         loss(model(batch)).backward()
     record.narrow, record.draws
 
-It builds on torch's dispatch: `torch.utils._python_dispatch.TorchDispatchMode`.
+Based on `torch.utils._python_dispatch.TorchDispatchMode`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ BUILT_IN = f"{OUR_FOLDER / 'tasks'}{os.sep}"  # a built-in task counts as the us
 
 @dataclass(frozen=True)
 class OperatorRecord:
-    """An operator that the user's code, or a library that it uses, called.
+    """Operator that was called by the user's code or by a library that it uses.
 
-    `dtype` is that of its output; `module` is "" outside of the model.
+    `dtype` is that of its output; `module` is "" outside of the model. `line` is FILE:LINE.
     """
 
     operator: str
@@ -56,12 +56,12 @@ class OperatorRecord:
 
 
 class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that records operators with narrow outputs, and operators that draw.
+    """Context that records operators with narrow outputs, and operators that draw random numbers.
 
-    An output is narrow if it is floating-point and narrower than float64. `narrow` holds the
-    operators that convert wider values or integers to narrow ones; if there are none, those that
-    compute with values that were narrow before. Operators called by torch and surefoot alone, as an
-    optimizer's, are not recorded.
+    An output is narrow if it is floating-point and narrower than float64. `narrow` lists the
+    operators that convert wider values or integers to narrow ones. If there are none, it lists
+    those that compute with values that were narrow before. Operators that only torch or surefoot
+    calls, such as those of an optimizer, are not recorded.
     """
 
     def __init__(self) -> None:
@@ -77,14 +77,14 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled while operators are recorded
 
     def know(self, model: nn.Module) -> None:
-        """Set the model, whose modules are named in the records."""
+        """Set the model whose modules are named in the records."""
         self._names = {
             id(module): name or type(model).__name__ for name, module in model.named_modules()
         }
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Record nothing inside the context, for example while data are read."""
+        """Return a context in which nothing is recorded, for example while data are read."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -125,9 +125,9 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _find(self, func: Any, made: Tensor | None) -> OperatorRecord | None:
-        """Return the operator, with the innermost line of the user and module of the model.
+        """Return the record of an operator, with the innermost line of user code and model module.
 
-        Lines of torch and surefoot do not count; return None if there is no other line.
+        Returns None if only torch and surefoot called the operator.
         """
         frame: FrameType | None = sys._getframe(2)
         line, module = "", ""
@@ -143,7 +143,7 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_users(file: str) -> bool:
-    """Return whether a file belongs to the user's code, or to a library that it uses."""
+    """Return whether a file belongs to the user's code or to a library that it uses."""
     if file.startswith(BUILT_IN):
         return True
     return not file.startswith(OUTSIDE) and (
@@ -156,7 +156,10 @@ def _is_narrow(tensor: Tensor) -> bool:
 
 
 def _draws_numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operator that may draw does: fused attention without dropout does not."""
+    """Return whether a call of an operator that may draw random numbers does so.
+
+    Fused attention without dropout does not, for example.
+    """
     for index, argument in enumerate(func._schema.arguments):
         if argument.name == "dropout_p":
             value = (

@@ -1,6 +1,6 @@
-"""The reference of a comparison of layouts: the step of one process with the whole batch.
+"""Reference in a comparison of layouts: the step of one process with the whole batch.
 
-Its operators decide which bound applies.
+The operators in this step decide which bound applies.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ Operators = Sequence[Mapping[str, str]]
 
 @dataclass
 class Reference:
-    """The first step of one process with the whole batch, in float64 if the task can.
+    """First step of one process with the whole batch, in float64 if the task supports it.
 
-    `arrays` is None if the step does not run. `narrow` holds the operators of the task that
-    compute in fewer bits than float64, `notes` what a reader of the verdict must know.
+    Args:
+        run: Runs of the comparison.
+        cut: Spec that splits the batch into microbatches.
+        arrays: Tensors of the step; None if it does not run.
+        narrow: Operators of the task that compute in fewer bits than float64.
+        is_wide: Whether the step is computed in float64.
+        compute: Format in which the spec computes.
+        notes: Texts for the reader of the verdict.
     """
 
     run: LayoutTrial
@@ -44,9 +50,9 @@ class Reference:
     notes: list[str] = field(default_factory=list)
 
     def compare(self, whole: Arrays, batch: int) -> list[LayoutComparison]:
-        """Compare the step of one process that splits its batch with this step.
+        """Compare one process that splits its batch with this step, which uses the whole batch.
 
-        Return no row, and add a note, where they cannot be compared.
+        If they cannot be compared, no row is returned and a note is added.
         """
         if self.arrays is None:
             return []
@@ -95,10 +101,11 @@ class Reference:
         *,
         only_first: bool = False,
     ) -> LayoutComparison:
-        """Compare `found` with `whole` and return the result.
+        """Compare the tensors `found` with those of `whole` and return the result.
 
-        The bound is 1e-10 in float64, and in the spec's precision the rounding of the first step.
-        Where that fails, operators in fewer bits widen the bound to their rounding.
+        The bound is 1e-10 in float64, and otherwise the effect of rounding in the first step in the
+        spec's precision. If that fails and the task has operators that compute in fewer bits, the
+        bound is the effect of their rounding.
         """
         compute = self.compute
         precision, unit = (
@@ -137,9 +144,10 @@ class Reference:
 
 
 def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
-    """Run the step of the whole batch: of `wide` in float64, if the task can.
+    """Run the first step with the whole batch in float64, and return it as the reference.
 
-    If the task itself keeps values in fewer bits, run that of `cut` instead.
+    If the task keeps values in fewer bits and therefore fails in float64, the step runs in the
+    precision of `cut` instead.
     """
     flags, compute = ("--record", "--float64"), cut.precision.compute
     arrays, facts = run.run(
@@ -187,7 +195,7 @@ def take_reference(run: LayoutTrial, wide: RunSpec, cut: RunSpec) -> Reference:
 
 
 def describe(operators: Operators) -> str:
-    """Describe the first few operators with module and line, and how many more there are."""
+    """Describe the first few operators with module and line, and the number of the others."""
     named = [
         f"{each['operator']}"
         f"{' to ' + each['dtype'] if each['dtype'] else ''}"

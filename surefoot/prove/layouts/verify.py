@@ -1,23 +1,23 @@
 """Comparison of layouts with one process, on the same global batches.
 
-Loss, gradient norm, gradients, weights and buffers are compared. First one process that splits the
-batch into the microbatches that ranks share is compared with one process with the whole batch, in
-float64: a loss that depends on how its batch is split differs there. Where they differ and the
-model has BatchNorm or draws random numbers, both are compared once more with BatchNorm and dropout
+Loss, gradient norm, gradients, weights and buffers are compared. First, two single processes are
+compared in float64: one with the whole batch, and one that splits the batch into the microbatches
+that ranks share. They differ if the loss depends on how its batch is split. If they differ and the
+model has BatchNorm or draws random numbers, they are compared once more with BatchNorm and dropout
 as in evaluation.
 
-Then each layout is compared with the process that splits, twice. In float64 nothing but a wrong sum
-is larger than 1e-10 after any number of steps. In the spec's precision the first step may be off by
-the effect of a different order of summation: a sum of n numbers of 24 bits is off by at most
-(n - 1) 2^-24 of the sum of their magnitudes (Higham, Accuracy and Stability of Numerical
-Algorithms, 4.2); n is the samples of the batch. The difference of a tensor is given as a share of
-its largest value, or of a thousandth of the largest of all gradients. Later steps in the spec's
-precision have no bound, since rounding grows in any two runs. The same bound holds in float64 for a
-model that computes in fp32 or less by itself, which its operators show. A model that cannot compute
-in float64 is compared in the spec's precision alone.
+Then each layout is compared twice with the process that splits its batch. In float64 only a wrong
+sum differs by more than 1e-10, after any number of steps. In the spec's precision the first step
+may differ by the effect of a different order of summation: the error of a sum of n numbers of 24
+bits is at most (n - 1) 2^-24 of the sum of their magnitudes (Higham, Accuracy and Stability of
+Numerical Algorithms, 4.2); n is the number of samples in the batch. The difference of a tensor is
+given as a share of its largest value, or of a thousandth of the largest of all gradients. Later
+steps in the spec's precision have no bound, because rounding errors grow in any two runs. The same
+bound holds in float64 for a model whose operators compute in fp32 or less by themselves. A model
+that cannot compute in float64 is compared only in the spec's precision.
 
-With `layout.virtual_ranks` all steps must be bitwise identical, and the cost is reported: a step of
-each layout with and without it.
+With `layout.virtual_ranks` all steps must be bitwise identical. The cost is then reported: the time
+of a step of each layout with and without it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from surefoot.trial import check_finite
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutCost:
-    """Seconds of a step of one layout, as a median over the steps after the first.
+    """Seconds of a step of one layout, as the median over the steps after the first.
 
-    `exact_s` is with `layout.virtual_ranks`, `plain_s` without.
+    `exact_s` is the time with `layout.virtual_ranks`, `plain_s` the time without.
     """
 
     layout: str
@@ -66,10 +66,11 @@ class LayoutVerdict:
 
 
 def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
-    """Return the spec of a trial, split into the same microbatches under every layout.
+    """Return the spec of a trial, which uses the same microbatches in every layout.
 
-    Raises SpecError for a spec without a task name, with synchronized BatchNorm or compression, or
-    with a batch that cannot be split for all layouts.
+    Raises:
+        SpecError: For a spec without a task name, with synchronized BatchNorm or compression, or
+            with a batch that cannot be split for all layouts.
     """
     if spec.task.use is None:
         raise SpecError(
@@ -111,9 +112,11 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
 def verify_layouts(
     spec: RunSpec, layouts: Sequence[Layout], folder: Path, *, steps: int, tell: Tell
 ) -> LayoutVerdict:
-    """Run each layout in `folder`, in float64 where possible and as the spec says, and compare.
+    """Run each layout in `folder`, in float64 if possible and in the spec's precision, and compare.
 
-    Raises SpecError for a spec that cannot be tried, TaskError for a layout that does not run.
+    Raises:
+        SpecError: For a spec that cannot be tested.
+        TaskError: For a layout that does not run.
     """
     cut, run = as_trial(spec, layouts, steps), LayoutTrial(folder, steps, tell)
     compute = cut.precision.compute

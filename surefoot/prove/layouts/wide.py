@@ -1,4 +1,4 @@
-"""A task in float64: its model and its batches."""
+"""Conversion of a task to float64: its model and its batches."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from surefoot.runtime.nested_tensors import map_tensors
 
 
 class Wide:
-    """A task with a model and batches in float64, so that remaining differences are not rounding.
+    """Task whose model and batches are converted to float64, so that rounding is negligible.
 
-    Without `float64` they keep their dtypes. `record` gets the model, and pauses while the model is
-    built and data are read. With `plain`, BatchNorm and dropout are as in evaluation: only the loss
-    can then depend on how a batch is split.
+    Args:
+        found: The task to convert.
+        float64: False to leave all dtypes as they are.
+        record: Record of operators, which gets the model. It pauses while the model is built and
+            data are read.
+        plain: Let BatchNorm and dropout work as in evaluation. Only the loss can then depend on how
+            a batch is split.
     """
 
     def __init__(
@@ -63,7 +67,7 @@ class Wide:
 
 
 class WideSource:
-    """A source whose tensors are converted, for example to float64."""
+    """Source whose tensors are converted, for example to float64."""
 
     def __init__(
         self, source: Source, convert: Callable[[Tensor], Tensor], record: PassRecord | None = None
@@ -82,7 +86,7 @@ class WideSource:
 
 
 def make_plain(model: nn.Module) -> None:
-    """Keep BatchNorm and dropout layers of `model` in evaluation mode, whatever mode is set.
+    """Fix the BatchNorm and dropout layers of `model` in evaluation mode; `train()` has no effect.
 
     Dropout inside RNN and attention modules is set to 0.
     """

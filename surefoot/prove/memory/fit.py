@@ -1,4 +1,4 @@
-"""The largest microbatch that fits into some memory, and the cheapest recomputation for it."""
+"""Search for the largest microbatch that fits in memory, with the cheapest recomputation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Fit:
-    """A microbatch and recomputation that fit, and the predicted memory."""
+    """Microbatch and recomputation that fit in memory, with the predicted peak."""
 
     microbatch: int
     recompute: str
@@ -37,9 +37,9 @@ class Fit:
 
 
 def find_sizes(spec: RunSpec) -> list[int]:
-    """Return the microbatches that divide every batch of `spec`, the whole batch first.
+    """Return the microbatch sizes that divide every batch of `spec`, in descending order.
 
-    For several ranks, the whole is a rank's part of the batch.
+    The first one is the whole batch, or with several ranks the part of one rank.
 
     >>> find_sizes(RunSpec(task={"use": "digits"}, train={"batch": 12}))
     [12, 6, 4, 3, 2, 1]
@@ -58,9 +58,15 @@ def check_divisible(
     purpose: str = "a fit looks for a train.microbatch",
     instead: str = "without --fit surefoot memory predicts a step of its batches",
 ) -> None:
-    """Raise SpecError if the task's data gives whole batches, whose size no key of a spec sets.
+    """Check that the batch size of the task's data can be set in the spec.
 
-    The message begins with `purpose`; the hint ends with `instead`, a command for such data.
+    Args:
+        spec: The spec.
+        purpose: Beginning of the error message.
+        instead: End of its hint: a command for data that yields whole batches.
+
+    Raises:
+        SpecError: If the data yields whole batches.
     """
     source = read_split(load_task(spec), "train")
     if isinstance(source, Iterated):
@@ -71,10 +77,14 @@ def check_divisible(
 
 
 def fit(spec: RunSpec, budget_bytes: int, tell: Tell) -> Fit:
-    """Return the largest microbatch whose predicted peak is at most `budget_bytes`, with margin.
+    """Return the largest microbatch whose predicted peak is at most `budget_bytes`.
 
-    Raises InputError if none fits, with the least memory that is needed; SpecError for data of
-    whole batches.
+    The upper bound of the prediction is compared. For each size, the cheapest recomputation that
+    fits is chosen.
+
+    Raises:
+        InputError: If no microbatch fits; the message has the least memory that is needed.
+        SpecError: For data that yields whole batches.
     """
     check_divisible(spec)
     spec = spec.replace(observe={"noise": False})  # not every microbatch allows it

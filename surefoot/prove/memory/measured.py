@@ -1,6 +1,6 @@
-"""Measured peak memory of the third of three steps, compared with the predicted peak.
+"""Peak memory of a step, measured and compared with the predicted peak.
 
-torch's profiler measures it.
+torch's profiler measures the third of three steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """The measured peak, the largest resident size of the process, and the predicted peak."""
+    """Measured peak of a step, largest resident size of the process, and predicted peak."""
 
     measured_bytes: int
     resident_bytes: int
@@ -27,7 +27,10 @@ class MemoryComparison:
 
     @property
     def error(self) -> float | None:
-        """Relative error of the prediction, (predicted - measured) / measured, or None."""
+        """Relative error of the prediction, (predicted - measured) / measured.
+
+        None without a prediction.
+        """
         return (
             None
             if self.predicted_bytes is None
@@ -43,7 +46,7 @@ class MemoryComparison:
 
 
 def compare(spec: RunSpec, predicted_bytes: int | None) -> MemoryComparison:
-    """Run three steps of `spec` on the CPU and measure the third."""
+    """Run three steps of `spec` on the CPU, and measure the peak memory of the third."""
     with Rehearsal(spec, steps=STEPS) as rehearsal:
         assembly, rise = rehearsal.assembly, Rise()
         for _ in range(STEPS - 1):

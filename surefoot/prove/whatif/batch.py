@@ -1,4 +1,7 @@
-"""Memory, throughput and optimizer steps of each pair (batch, microbatch), in fresh processes."""
+"""Memory, throughput and optimizer steps of pairs of batch and microbatch sizes.
+
+Each pair is measured in fresh processes.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,12 @@ QUIET: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A row: `num_microbatches` microbatches of `microbatch` samples make a `batch`.
+    """Measurements of a batch of `num_microbatches` microbatches of `microbatch` samples.
 
-    `peak_bytes` is the most that was allocated on a GPU, the largest resident size on a CPU.
-    Gradients are summed over ranks once per optimizer step, so `communications_per_epoch` equals
-    `updates_per_epoch`, whatever the split. A row that failed has its error and no values.
+    `peak_bytes` is the peak of allocated memory on a GPU, and the largest resident size on a CPU.
+    Gradients are summed over ranks once per optimizer step, so that `communications_per_epoch`
+    equals `updates_per_epoch`, however the batch is split. If all rounds failed, `failure` has the
+    error and the values are None.
     """
 
     batch: int
@@ -49,17 +53,19 @@ class Split:
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """Results of all pairs, and the conditions of the measurement."""
+    """Results of all pairs of sizes, with the conditions of the measurement."""
 
     rows: tuple[Split, ...]
     conditions: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_splits(batches: Sequence[int], microbatches: Sequence[int]) -> list[tuple[int, int]]:
-    """Return every (batch, microbatch) that divides.
+    """Return every pair (batch, microbatch) in which the microbatch divides the batch.
 
-    Without `microbatches`, these are the batch, its half, and so on down to an eighth. Raises
-    InputError for a batch that none of the microbatches divides, with those that do.
+    Without `microbatches`, the batch itself, its half, its quarter and its eighth are used.
+
+    Raises:
+        InputError: If none of the microbatches divides a batch; the hint names sizes that do.
 
     >>> find_splits([8, 12], []), find_splits([8, 12], [4, 3])
     ([(8, 8), (8, 4), (8, 2), (8, 1), (12, 12), (12, 6), (12, 3)], [(8, 4), (12, 4), (12, 3)])
@@ -95,7 +101,10 @@ def measure(
     rounds: int = 3,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Splits:
-    """Train each pair for `updates` optimizer steps after a warm-up, in interleaved `rounds`."""
+    """Train each pair for `updates` optimizer steps after a warm-up, in interleaved rounds.
+
+    A pair is a batch and a microbatch size; each is trained `rounds` times.
+    """
     if updates < 1 or rounds < 1:
         raise InputError(
             f"{updates} updates in {rounds} rounds measure nothing", hint="use 1 or more of each"
@@ -135,7 +144,7 @@ def measure(
 
 
 def peak_of(measures: Mapping[str, float]) -> float:
-    """Return the most bytes allocated on a GPU, or the largest resident size on a CPU."""
+    """Return the peak of allocated memory on a GPU, or the largest resident size on a CPU."""
     return measures.get("device_peak_bytes", measures["peak_bytes"])
 
 

@@ -1,6 +1,6 @@
-"""Time and memory of every way to compile a step on this machine, compared with eager mode.
+"""Time and memory of each way to compile a step on this machine, compared with eager mode.
 
-The ways run in fresh, interleaved processes.
+All are measured in fresh, interleaved processes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ MODES: tuple[str, ...] = get_args(CompileTable.model_fields["mode"].annotation)
 
 @dataclass(frozen=True, kw_only=True)
 class CompileTiming:
-    """A way to run a step; a value that was not measured is None, and `failure` says why.
+    """Measurements of one way to compile a step, or of eager mode.
 
-    `compile_s` is measured with empty compiler caches, `again_s` is the median of later processes,
-    which find the caches of the first one. `ratio` is the time of a step divided by that of eager
-    mode. `pays_after` is the number of steps after which the saved time exceeds `compile_s`, for
-    the ratio and for the bounds of its interval; None if no gain is shown.
+    A value that was not measured is None, and `failure` is the reason. `compile_s` is measured with
+    empty compiler caches; `again_s` is the median of later processes, which find the caches of the
+    first one. `ratio` is the time of a step divided by that in eager mode. `pays_after` is the
+    number of steps after which the saved time exceeds `compile_s`, for the ratio and for the bounds
+    of its interval; None if no gain is shown.
     """
 
     what: str
@@ -54,7 +55,7 @@ class CompileTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class Ways:
-    """Results of all ways, their conditions, and the modes that were left out, with the reason."""
+    """Results of all ways to compile, with the omitted modes and the reasons for omitting them."""
 
     ways: tuple[CompileTiming, ...]
     left_out: Mapping[str, str]
@@ -63,7 +64,7 @@ class Ways:
 
     @property
     def best(self) -> CompileTiming | None:
-        """The way with the least time among those whose gain is shown; None without one."""
+        """The way with the least time among those that show a gain; None if none does."""
         gains = [
             each for each in self.ways if each.ratio is not None and each.ratio.verdict == "lower"
         ]
@@ -73,10 +74,10 @@ class Ways:
 
 
 def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str, str]]:
-    """Return a spec for each way, by its name, and the modes that are left out, with the reason.
+    """Return a spec for each way to compile, by name, and the modes that are left out with reasons.
 
-    A mode is left out if it is the same as the default. All parts that can be compiled are
-    tried, or the one that `spec` compiles.
+    A mode is left out if it is the same as the default on this device. If `spec` compiles nothing,
+    blocks, model and step are tried, otherwise only the part that `spec` compiles.
     """
     whats = WHATS if spec.compile.what == "none" else (spec.compile.what,)
     reasons = {
@@ -97,9 +98,10 @@ def find_specs(spec: RunSpec, device: str) -> tuple[dict[str, RunSpec], dict[str
 
 
 def measure_ways(spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None) -> Ways:
-    """Train every way for the same steps, `rounds` times, interleaved.
+    """Train with each way to compile for the same steps, `rounds` times, interleaved.
 
-    Raises TaskError if eager mode does not run.
+    Raises:
+        TaskError: If eager mode does not run.
     """
     if rounds < 1:
         raise InputError(
@@ -171,9 +173,10 @@ def _measure_mode(bench: Workbench, trial: Trial, name: str) -> CompileTiming:
 def find_break_even(
     compile_s: float, eager_s: float, ratio: Interval
 ) -> tuple[int, int, int] | None:
-    """Return after how many steps `compile_s` is saved, by the ratio and its bounds, or None.
+    """Return the number of steps after which compiled steps have saved the time of compilation.
 
-    None means that no gain is shown.
+    The three values are those for the ratio and for the two bounds of its interval. Returns None if
+    no gain is shown.
 
     >>> find_break_even(30.0, 0.1, Interval(estimate=0.5, low=0.4, high=0.7, count=7, neutral=1.0))
     (600, 500, 1000)
@@ -188,7 +191,7 @@ def find_break_even(
 
 
 def _peak(trial: Trial, name: str) -> float | None:
-    """Return the most bytes allocated on a GPU, or the largest resident size on a CPU.
+    """Return the peak of allocated memory on a GPU, or the largest resident size on a CPU.
 
     The resident size includes the compiler's memory.
     """

@@ -1,4 +1,4 @@
-"""The largest microbatch that fits, by measured peaks.
+"""Search for the largest microbatch that fits in memory, by measured peaks.
 
 Each try is a fresh process, and a longer one confirms the result.
 """
@@ -35,10 +35,11 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTrial:
-    """A try of one microbatch in one process.
+    """Attempt to train with one microbatch size in one process.
 
-    `peak_bytes` is None if the process ran out of memory (`failure` says so), or where such a
-    microbatch `is_refused`. `num_steps` is lower than requested for a shorter run.
+    `peak_bytes` is None if the process ran out of memory, or failed for a different reason
+    (`is_refused`); `failure` is the error. `num_steps` is lower than requested if the run is
+    shorter.
     """
 
     microbatch: int
@@ -51,10 +52,10 @@ class MicrobatchTrial:
 
 @dataclass(frozen=True)
 class PredictedFit:
-    """The largest microbatch that is predicted to fit, and the peak of its tensors.
+    """Largest microbatch that is predicted to fit in memory, with the peak of its tensors.
 
-    Where not even the smallest fits, `microbatch` is None, and `peak_bytes` is that of the
-    smallest. `least_bytes` is always that of the smallest.
+    `least_bytes` is the peak of the smallest microbatch. If not even that one fits, `microbatch` is
+    None and `peak_bytes` equals `least_bytes`.
     """
 
     microbatch: int | None
@@ -64,9 +65,9 @@ class PredictedFit:
 
 @dataclass(frozen=True, kw_only=True)
 class FitSearch:
-    """All tries in order, of which the last one confirms the result.
+    """All tries of a search in order; the last one confirms the result.
 
-    `microbatch` is the largest that fits, None if none does.
+    `microbatch` is the largest that fits, or None if none does.
     """
 
     batch: int
@@ -78,12 +79,12 @@ class FitSearch:
 
     @property
     def peak_bytes(self) -> float | None:
-        """Peak of the longer run that confirmed the result."""
+        """Peak memory of the longer run that confirmed the result."""
         return None if self.microbatch is None else self.tries[-1].peak_bytes
 
     @property
     def beside_bytes(self) -> float | None:
-        """Memory of the smallest try beside its predicted tensors; None if either is unknown."""
+        """Memory that the smallest try needed beyond its predicted tensors; None if unknown."""
         smallest = min(
             (each for each in self.tries if not each.is_refused),
             key=lambda each: each.microbatch,
@@ -103,14 +104,15 @@ class FitSearch:
 
 
 def subtract_margin(limit_bytes: int) -> float:
-    """Return the limit less its margin."""
+    """Return the memory limit minus a safety margin of MARGIN."""
     return (1 - MARGIN) * limit_bytes
 
 
 def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
-    """Return the requested limit, or all memory of the GPU that `spec` runs on.
+    """Return the requested memory limit, or the whole memory of the GPU that `spec` uses.
 
-    Raises InputError for more than exists, and if no limit is given for a CPU.
+    Raises:
+        InputError: If the limit exceeds the memory, or none is given for a CPU.
     """
     device = find_device(spec.train.device)
     is_gpu = device.type == "cuda"
@@ -135,11 +137,11 @@ def find_limit(spec: RunSpec, asked_bytes: int | None) -> int:
 
 
 def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bool]) -> int | None:
-    """Return the largest of the rising `sizes` for which `fits(size, steps)`, or None.
+    """Return the largest of the ascending `sizes` for which `fits(size, steps)` is true, or None.
 
-    The search uses few steps; more steps confirm the result. From `start` the size is doubled, or
-    halved, until one fits and one does not; then the range between them is bisected. It assumes
-    that a larger size needs no less memory.
+    The search uses few steps; more steps confirm the result. From `start` the size is doubled or
+    halved until one size fits and one does not. The range between them is then bisected. A larger
+    size is assumed to need no less memory.
 
     >>> find_largest([1, 2, 4, 8, 16], 1, lambda size, steps: size <= 5)
     4
@@ -157,10 +159,10 @@ def find_largest(sizes: Sequence[int], start: int, fits: Callable[[int, int], bo
 
 
 def _choose_next_size(between: Sequence[int], low: int, high: int | None) -> int:
-    """Return the size to try next of those `between`; 0 if none is left.
+    """Return the size in `between` to try next; 0 if none is left.
 
-    `low` is the largest that fits, 0 if none does; `high` is the smallest that does not, if
-    known.
+    `low` is the largest size that fits, or 0 if none does. `high` is the smallest size that does
+    not fit, or None if it is unknown.
     """
     if not between:
         return 0
@@ -174,11 +176,14 @@ def _choose_next_size(between: Sequence[int], low: int, high: int | None) -> int
 def measure_largest(
     spec: RunSpec, limit_bytes: int, *, tell: Tell = lambda text: None
 ) -> FitSearch:
-    """Search the microbatches of the spec's batch by the peaks of real runs.
+    """Find the largest microbatch of the spec that fits in memory, by the peaks of real runs.
 
-    The search starts from the size that is predicted to fit. Raises InputError for a batch that the
-    data does not fill or does not divide, UserCodeError if a try fails for another reason than
-    memory.
+    The search starts from the size that is predicted to fit.
+
+    Raises:
+        InputError: For a batch that the data does not fill.
+        SpecError: For data that yields whole batches.
+        UserCodeError: If a try fails for a reason other than memory.
     """
     check_divisible(spec)
     sizes, most = find_sizes(spec)[::-1], subtract_margin(limit_bytes)
@@ -198,7 +203,7 @@ def measure_largest(
             f"{tries[-1].failure or format_bytes(tries[-1].peak_bytes)}"
         )
         if len(tries) == len(sizes[:2]) and all(each.is_refused for each in tries):
-            # one refusal may be due to the size, as BatchNorm refuses one sample
+            # one refusal may be due to the size: BatchNorm refuses one sample
             raise UserCodeError(
                 f"a microbatch of {tries[0].microbatch} could not be measured: {tries[0].failure}",
                 hint="check that surefoot train SPEC runs with this microbatch",
@@ -221,9 +226,10 @@ def measure_largest(
 
 
 def _predict(specs: Mapping[int, RunSpec], most: float, tell: Tell) -> PredictedFit | None:
-    """Predict the largest microbatch, as `surefoot memory` does, which counts tensors.
+    """Predict the largest microbatch that fits, by the memory of tensors as in `surefoot memory`.
 
-    On a CPU the process needs more than tensors: about what this process uses now.
+    On a CPU the process needs further memory, which is estimated by the present use of this
+    process. Returns None if the memory cannot be predicted.
     """
     sizes, first = list(specs), next(iter(specs.values()))
     budget = most - (resident_bytes() if find_device(first.train.device).type == "cpu" else 0)

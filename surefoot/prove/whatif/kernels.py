@@ -1,4 +1,4 @@
-"""Kernels of a compiled step: their source, the operators fused, and the bytes no longer moved."""
+"""Kernels of a compiled step: their source, their fused operators, and the bytes they move."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ TABLE = "kernels.json"
 
 
 def find_kernels(spec: RunSpec) -> list[Graph]:
-    """Run one compiled step of `spec` in this process; return its graphs, in order.
+    """Run one compiled step of `spec` in this process; return its graphs in order.
 
-    The whole model is compiled where the spec compiles nothing. Raises TaskError if something
-    cannot be compiled, or nothing was, and SpecError for a whole step, whose graph does not show
-    which call of an operator a part of it comes from.
+    If the spec compiles nothing, the whole model is compiled.
+
+    Raises:
+        TaskError: If a part cannot be compiled, or nothing was compiled.
+        SpecError: For `compile.what = "step"`, since its graph does not show from which call of an
+            operator a part comes.
     """
     if spec.compile.what == "step":
         raise SpecError(
@@ -31,7 +34,7 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
     what = "model" if spec.compile.what == "none" else spec.compile.what
     compiled = spec.replace(compile={"what": what, "on_failure": "stop"})
     with Rehearsal(compiled, steps=1) as rehearsal, watch_kernels() as graphs:
-        rehearsal.assembly.engine.stepper.records = False  # what is looked at is not compiled
+        rehearsal.assembly.engine.stepper.records = False  # a step that is recorded is not compiled
         rehearsal.take("step")
     if not graphs:
         raise TaskError(
@@ -41,7 +44,7 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
 
 
 def as_row(graph: Graph) -> dict[str, Any]:
-    """Return a graph as one object, without its source."""
+    """Return a graph as one object for JSON, without its source."""
     kernels = [asdict(kernel) for kernel in graph.kernels]
     return {
         "graph": graph.name,
@@ -54,9 +57,10 @@ def as_row(graph: Graph) -> dict[str, Any]:
 
 
 def write_kernels(graphs: Sequence[Graph], folder: Path) -> list[Path]:
-    """Write the source of each graph, and a table of all, to a folder; return the files.
+    """Write the source of each graph, and one table of all graphs, to a folder; return the files.
 
-    Raises StorageError.
+    Raises:
+        StorageError: If the folder cannot be written.
     """
     texts = {f"{graph.name}.py": graph.source for graph in graphs}
     texts[TABLE] = json.dumps([as_row(graph) for graph in graphs], indent=1) + "\n"

@@ -1,6 +1,6 @@
-"""Gradient noise at fixed weights: how the gradient's variance falls with the batch.
+"""Gradient noise at fixed weights: the variance of the gradient as a function of the batch size.
 
-It also gives the batch above which more samples add little.
+The result includes the batch size above which more samples add little.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ GROUP = 8  # draws per estimate: the large batch is 8 small ones
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A batch size: the variance of its gradient, summed over all weights.
+    """Variance of the gradient at one batch size, summed over all weights.
 
-    `pairs` is the number of pairs of batches that the variance comes from.
+    `pairs` is the number of pairs of batches from which it is computed.
     """
 
     batch: int
@@ -45,7 +45,7 @@ class Level:
 class GradientNoiseResult:
     """Results of the measurement of gradient noise.
 
-    `slope` is that of log(variance) over log(batch): -1 where samples are independent.
+    `slope` is that of log(variance) over log(batch), which is -1 if samples are independent.
     """
 
     batch: int
@@ -62,7 +62,7 @@ class GradientNoiseResult:
 
 
 class Pyramid:
-    """Means of 1, 2, 4, ... vectors that are added one by one, and the variance of each mean.
+    """Variance of the mean of 1, 2, 4, ... vectors, which are added one by one.
 
     The variance is half the mean square of the difference of two means.
     """
@@ -92,7 +92,7 @@ class Pyramid:
 
     @property
     def mean(self) -> Tensor:
-        """Mean of all vectors, where their number is a power of two."""
+        """Mean of all vectors, if their number is a power of two."""
         top = self.waiting[-1]
         assert top is not None
         return top
@@ -103,9 +103,14 @@ def measure_noise(
 ) -> GradientNoiseResult:
     """Draw batches with replacement at fixed weights, and compare their gradients.
 
-    The weights are the newest of `run`, or those that `spec` starts with. `size` is the smallest
-    batch (default: an eighth of the spec's), `draws` the number of batches. Raises InputError for
-    numbers that measure nothing, and for data that cannot seek.
+    Args:
+        spec: The spec.
+        run: Run folder whose newest weights are used; None for the initial weights of `spec`.
+        size: Smallest batch; None for an eighth of the spec's batch.
+        draws: Number of batches, a power of two.
+
+    Raises:
+        InputError: For invalid numbers, and for data that cannot seek.
     """
     if draws < 2 * GROUP or draws & (draws - 1):
         raise InputError(f"--draws is {draws}", hint=f"a power of two, {2 * GROUP} or more")
@@ -151,7 +156,10 @@ def _measure(assembly: Assembly, size: int, draws: int) -> GradientNoiseResult:
 
 
 def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
-    """Return the gradient of the mean loss over these samples as one vector; weights stay as is."""
+    """Return the gradient of the mean loss over the samples `ids` as one vector.
+
+    The weights do not change. `draw` seeds augmentation and dropout.
+    """
     augment, model = assembly.task.augment, assembly.model
     batch = to_device(assembly.feed.source.read(ids), assembly.engine.device)
     if augment is not None:
@@ -180,7 +188,7 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
 def find_slope(levels: tuple[Level, ...]) -> float:
     """Return the slope of log(variance) over log(batch), weighted by the pairs of each level.
 
-    Return NaN where nothing varies.
+    Returns NaN if a variance is 0 or there are fewer than two levels.
     """
     if min((level.variance for level in levels), default=0.0) <= 0 or len(levels) < 2:
         return math.nan

@@ -1,6 +1,6 @@
 """Activation recomputation by block: the bytes that it frees, and the time that it costs.
 
-Every way to recompute is measured beside none.
+Each way to recompute is compared with no recomputation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from surefoot.trial import Trial, find_conditions
 NONE = "none"
 ROUNDS = FIRST_LOOK
 SPARSEST = 4  # the sparsest choice that is tried is every 4th block
-EVERYTHING = "1000 TiB"  # a budget that keeps everything, for which the blocks are measured
+EVERYTHING = "1000 TiB"  # a budget with which the blocks are measured, but nothing is recomputed
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCost:
-    """A block: what it keeps for its backward pass, and the seconds to recompute it.
+    """Memory that a block keeps for its backward pass, and the seconds to recompute it.
 
-    `inner_bytes` is what it keeps beside its inputs, `input_bytes` the size of the inputs.
+    `input_bytes` is the size of its inputs, and `inner_bytes` what it keeps in addition.
     """
 
     name: str
@@ -50,12 +50,12 @@ class BlockCost:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeTiming:
-    """A value of `memory.activation_checkpointing`, measured.
+    """Measurements of one value of `memory.activation_checkpointing`.
 
-    A number that was not measured is None (`failure` says why). `held_bytes` is the most that the
-    blocks hold, by what each was measured to keep; None for "operators", which keeps parts of each.
-    `peak_bytes` is the peak memory of a step: everything allocated on a GPU, all tensors on a CPU.
-    `ratio` is the time of a step over that without recomputation.
+    A number that was not measured is None, and `failure` is the reason. `held_bytes` is the largest
+    memory that the blocks keep, computed from their measured costs; None for "operators", which
+    keeps parts of each block. `peak_bytes` is the peak memory of a step: all allocated memory on a
+    GPU, all tensors on a CPU. `ratio` is the time of a step over that without recomputation.
     """
 
     how: str
@@ -71,7 +71,7 @@ class RecomputeTiming:
 
 @dataclass(frozen=True, kw_only=True)
 class Recomputing:
-    """Results for the blocks, in order, and for the ways, from none to full recomputation."""
+    """Results for the blocks in order, and for the ways from none to full recomputation."""
 
     blocks: tuple[BlockCost, ...]
     ways: tuple[RecomputeTiming, ...]
@@ -82,7 +82,8 @@ class Recomputing:
 def find_costs(spec: RunSpec) -> list[RecomputeCost]:
     """Return the cost of each block of the model, measured on a microbatch.
 
-    Raises InputError if there are no blocks.
+    Raises:
+        InputError: If the model has no blocks.
     """
     with Rehearsal(
         rungs.change(spec, {"memory.activation_checkpointing": EVERYTHING}), steps=1
@@ -95,10 +96,10 @@ def find_costs(spec: RunSpec) -> list[RecomputeCost]:
 
 
 def find_ways(costs: list[RecomputeCost]) -> dict[str, int | None]:
-    """Return every distinct way to recompute, and the bytes that the blocks then hold.
+    """Return every distinct way to recompute, with the bytes that the blocks then keep.
 
-    The bytes that "every 2" leaves are also a budget: it chooses those of uneven blocks that take
-    less time.
+    The bytes that "every 2" keeps are also tried as a budget. If blocks are uneven, a budget
+    recomputes those that take less time.
 
     >>> first, second = RecomputeCost("a", 1024, 9216, 3.0), RecomputeCost("b", 1024, 9216, 1.0)
     >>> find_ways([first, second, RecomputeCost("c", 1024, 4096, 1.0)])
@@ -122,10 +123,14 @@ def _held_bytes(costs: list[RecomputeCost], how: str) -> int:
 def measure_recomputing(
     spec: RunSpec, *, rounds: int = ROUNDS, tell: Tell = lambda text: None
 ) -> Recomputing:
-    """Measure the blocks, then train every way for the same steps, `rounds` times, interleaved.
+    """Measure the blocks, then train each way to recompute for the same steps.
 
-    Raises InputError if there are no blocks, SpecError for a whole compiled step, TaskError
-    if the spec does not run.
+    The ways are interleaved in `rounds` rounds.
+
+    Raises:
+        InputError: If the model has no blocks.
+        SpecError: For `compile.what = "step"`.
+        TaskError: If the spec does not run.
     """
     if rounds < 1:
         raise InputError(
@@ -174,10 +179,10 @@ def measure_recomputing(
 
 
 def _peak(bench: Workbench, trial: Trial, how: str, spec: RunSpec) -> float | None:
-    """Return the peak memory; on a CPU that of one step in this process.
+    """Return the peak memory of a step in bytes; on a CPU it is measured in this process.
 
-    There, what a fresh process holds at its start would hide the few bytes of a small model's
-    blocks.
+    In a fresh process on a CPU, the memory used at its start would hide the few bytes of a small
+    model's blocks.
     """
     if trial.failure(how) is not None:
         return None

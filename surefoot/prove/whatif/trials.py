@@ -1,4 +1,4 @@
-"""Helpers to measure whole specs: the length of their runs, and values read from a trial."""
+"""Helpers to measure specs: the length of their runs, and values from a trial."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ LONG = "100000 steps"
 
 
 def make_steady_spec(spec: RunSpec) -> RunSpec:
-    """Return the spec with a run so long that only training steps fall into the measurement.
+    """Return the spec with a run so long that only training steps are measured.
 
-    No evaluation, no checkpoint and no end of the run does.
+    No evaluation, no checkpoint and no end of the run occurs during the measurement.
     """
     changes = {
         "train.length": LONG,
@@ -26,12 +26,12 @@ def make_steady_spec(spec: RunSpec) -> RunSpec:
 
 
 def median_of(trial: Trial, name: str, measure: str) -> float | None:
-    """Return the median of a variant's measure; None if no round has it."""
+    """Return the median of a variant's measure over the rounds; None if no round has it."""
     found = list(trial.by_round(name, measure).values())
     return median(found) if found else None
 
 
 def failure_of(trial: Trial, name: str) -> str | None:
-    """Return the last error of a variant in one line; None if no run failed."""
+    """Return the error of the first failed run of a variant in one line; None if no run failed."""
     failure = trial.failure(name)
     return None if failure is None else find_last_error(failure).splitlines()[0]

@@ -1,1 +1,1 @@
-"""State in plain attributes of a model's modules, which PyTorch neither moves nor saves."""
+"""State in plain attributes of modules, which `Module.to` and `state_dict` leave out."""

@@ -1,4 +1,4 @@
-"""Random generators of torch, NumPy and Python besides the global ones: states and search."""
+"""Search for random generators of torch, NumPy and Python, and access to their states."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-MAX_DEPTH, MAX_OBJECTS = 6, 100_000  # of a search: nesting, and objects visited
-MAX_PARTS = 64  # of one container: a longer one holds samples
+MAX_DEPTH, MAX_OBJECTS = 6, 100_000  # of a search: levels, and visited objects
+MAX_PARTS = 64  # entries of a container; longer ones hold samples
 CLOSED = (
     Tensor,
     np.ndarray,
@@ -33,12 +33,16 @@ CLOSED = (
 
 
 def is_generator(value: object) -> bool:
-    """Return whether `value` is a torch, NumPy or Python generator with a state to read and set."""
+    """Return whether `value` is a random generator of torch, NumPy or Python that has a state."""
     return isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:
-    """Return a copy of the state: a tensor (torch), a dict or a tuple (NumPy), a tuple (Python)."""
+    """Return a copy of the state of a random generator.
+
+    Its type depends on the library: a tensor for torch, a dict or a tuple for NumPy, a tuple for
+    Python.
+    """
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
@@ -47,7 +51,8 @@ def generator_state(generator: Any) -> Any:
 def restore_generator(generator: Any, state: Any) -> None:
     """Set a generator to a state that `generator_state` returned.
 
-    Raises ValueError or TypeError for the state of a different kind of generator.
+    Raises:
+        ValueError, TypeError, KeyError: If the state is that of a different type of generator.
     """
     if isinstance(generator, np.random.Generator):
         generator.bit_generator.state = state
@@ -58,12 +63,12 @@ def restore_generator(generator: Any, state: Any) -> None:
 
 
 def sign_generator(generator: Any) -> object:
-    """Return a value that differs after the generator has drawn."""
+    """Return the state of a generator in a form that `==` compares; every draw changes it."""
     return sign_state(generator_state(generator))
 
 
 def sign_state(state: Any) -> object:
-    """Return states of generators in a form that `==` compares."""
+    """Return a state from `generator_state` in a form that `==` compares."""
     if isinstance(state, Tensor):
         return state.numpy().tobytes()
     if isinstance(state, np.ndarray):
@@ -74,10 +79,18 @@ def sign_state(state: Any) -> object:
 
 
 def find_generators(named: Iterable[tuple[str, Any]], max_depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """Return the generators in objects, by the code that reads them, each once.
+    """Return the random generators that can be reached from the named objects, each of them once.
 
-    Attributes, short containers, and what functions refer to are searched, `max_depth` levels deep.
-    The global streams, whose states every checkpoint has, are left out.
+    The search follows attributes, containers of at most MAX_PARTS entries, and the objects that
+    functions refer to. It ends after MAX_OBJECTS objects. The global generators are omitted,
+    because every checkpoint stores their states.
+
+    Args:
+        named: Pairs of a name and the object to search.
+        max_depth: Number of levels to search below each object.
+
+    Returns:
+        The generators by the expression that reads them, such as `data.sampler.generator`.
     """
     shared = (
         random.random.__self__,  # type: ignore[attr-defined]

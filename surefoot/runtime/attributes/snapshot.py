@@ -1,4 +1,4 @@
-"""Snapshot of the attributes of a model's modules, which restores objects and their values."""
+"""Snapshot of the plain attributes of a model's modules, from which they can be restored."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ from surefoot.runtime.attributes.values import (
 
 
 class Absent:
-    """Marker of an attribute that the module does not have."""
+    """Type of the marker `ABSENT`, which stands for an attribute that a module does not have."""
 
 
 ABSENT = Absent()
 
 
 class AttributeSnapshot:
-    """References of all attributes, or of `slots`, and copies of mutable values in them.
+    """Snapshot of the plain attributes of a model's modules.
 
-    Tensors, arrays and containers are copied.
+    For each attribute it holds a reference to the object, and copies of the tensors, arrays and
+    containers in it. Parameters, buffers and their views are not copied.
+
+    Args:
+        model: The model.
+        slots: Pairs of a module and an attribute's name; None for all attributes.
+        aliases: Index of the parameters and buffers; None to create it.
     """
 
     def __init__(
@@ -55,7 +61,7 @@ class AttributeSnapshot:
         ]
 
     def _copy(self, value: Any) -> Any:
-        """Return copies of the mutable state in a value; None for any other value."""
+        """Return copies of the tensors, arrays and containers in a value; None if it has none."""
         if isinstance(value, Tensor):
             return None if self.aliases.is_alias(value) else value.detach().clone()
         if isinstance(value, np.ndarray):
@@ -65,12 +71,19 @@ class AttributeSnapshot:
         return [(key, part, self._copy(part)) for key, part in parts_of(value) or ()]
 
     def find_changed(self) -> list[Slot]:
-        """Return the attributes that are state and differ from the snapshot."""
+        """Return the attributes that differ from the snapshot, including added ones.
+
+        An attribute is ignored if it now holds an object that cannot be saved, such as a compiled
+        function.
+        """
         changed = [slot for slot, value, copy in self._held if self._differs(*slot, value, copy)]
         return [*changed, *self.new_state()]
 
     def restrict(self, slots: Iterable[Slot]) -> AttributeSnapshot:
-        """Return the snapshot of `slots` alone; attributes that it does not hold are absent."""
+        """Return a snapshot of `slots` only.
+
+        An attribute that this snapshot lacks is recorded as absent, so that restoring deletes it.
+        """
         held = {slot: (value, copy) for slot, value, copy in self._held}
         made = AttributeSnapshot(self._model, (), self.aliases)
         made._held = [(slot, *held.get(slot, (ABSENT, None))) for slot in slots]
@@ -87,19 +100,23 @@ class AttributeSnapshot:
     def _is_ours(self, now: Any, value: Any) -> bool:
         """Return whether an attribute is to be restored.
 
-        False if code has created an object that is not state, such as a compiled function.
+        It is not if code has replaced it by an object that cannot be saved, such as a compiled
+        function, unless the old value held tensors.
         """
         return holds_tensors(value) or now is ABSENT or is_state(now)
 
     def restorable_attributes(self) -> Iterator[tuple[Slot, Any, Any]]:
-        """Yield every attribute that is to be restored, with its old object and the copies."""
+        """Yield each attribute that `put_back` restores, with its old object and copies."""
         for slot, value, copy in self._held:
             now = vars(slot[0]).get(slot[1], ABSENT)
             if now is value or self._is_ours(now, value):
                 yield slot, value, copy
 
     def new_state(self) -> list[Slot]:
-        """Return the attributes that were added since the snapshot and are state."""
+        """Return the attributes that were added since the snapshot and can be saved as state.
+
+        The list is empty for a snapshot of selected attributes.
+        """
         if not self._is_whole:
             return []
         known = {slot for slot, _, _ in self._held}
@@ -112,7 +129,10 @@ class AttributeSnapshot:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore every attribute's object and values; delete added attributes that are state."""
+        """Restore the objects and the values of all attributes in the snapshot.
+
+        Attributes that were added since the snapshot are deleted if they can be saved as state.
+        """
         for slot in self.new_state():
             _assign(slot, ABSENT)
         for slot, value, copy in list(self.restorable_attributes()):
@@ -120,15 +140,20 @@ class AttributeSnapshot:
             restore_value(value, copy)
 
     def lend(self) -> AbstractContextManager[None]:
-        """Return a reusable context in which the attributes hold copies with the old values."""
+        """Return a reusable context in which the attributes have their values of the snapshot.
+
+        Inside the context the attributes hold copies; on exit they get back the objects that they
+        had before.
+        """
         return _RestoredAttributes(self)
 
     @torch.no_grad()
     def restore_unless(self, applied: Tensor) -> None:
-        """Restore the attributes if `applied` is false, decided on its device.
+        """Restore the attributes if the boolean tensor `applied` is false.
 
-        The host waits for the device if more has changed than the values of tensors: a shape, a
-        number, an array, or which buffer an attribute refers to.
+        If only the values of tensors have changed, the choice is made on the device, and the host
+        does not wait for it. The host waits if a shape, a number or an array has changed, or if an
+        attribute refers to a different buffer.
         """
         now = {slot: vars(slot[0]).get(slot[1], ABSENT) for slot, _, _ in self._held}
         if not all(self._is_chosen(now[slot], value, copy) for slot, value, copy in self._held):
@@ -139,7 +164,7 @@ class AttributeSnapshot:
             _assign(slot, _choose(applied, now[slot], copy))
 
     def _is_chosen(self, now: Any, before: Any, copy: Any) -> bool:
-        """Return whether `_choose` restores a value: nothing but values of its tensors changed."""
+        """Return whether `_choose` can restore a value: only values of its tensors have changed."""
         if isinstance(now, Tensor) and isinstance(before, Tensor):
             aliases = self.aliases
             if aliases.is_alias(now) or aliases.is_alias(before):
@@ -186,7 +211,10 @@ def _assign(slot: Slot, value: Any) -> None:
 
 
 def _copy_of_old_value(value: Any, copy: Any) -> Any:
-    """Return an attribute's old value in mutable copies; a tensor in a graph stays as it is."""
+    """Return the old value of an attribute, with its tensors, arrays and containers copied.
+
+    A tensor that requires gradients is copied only if it has changed.
+    """
     if copy is None:
         return value
     if isinstance(value, Tensor):
@@ -199,7 +227,7 @@ def _copy_of_old_value(value: Any, copy: Any) -> Any:
 
 
 def lie_alike(now: Tensor | None, copy: Tensor | None) -> bool:
-    """Return whether a tensor is dense and has the shape, dtype and device of its copy."""
+    """Return whether `now` and `copy` are strided tensors of the same shape, dtype and device."""
     return (
         now is not None
         and copy is not None
@@ -209,7 +237,7 @@ def lie_alike(now: Tensor | None, copy: Tensor | None) -> bool:
 
 
 def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
-    """Return a value that is `now` if `applied`, else the copy."""
+    """Return `now` if the boolean tensor `applied` is true, else `copy`; the device chooses."""
     if isinstance(now, Tensor):
         return now if copy is None else torch.where(applied.to(now.device), now, copy)
     parts = parts_of(now)
@@ -225,7 +253,7 @@ def _choose(applied: Tensor, now: Any, copy: Any) -> Any:
 
 
 def is_changed(value: Any, copy: Any) -> bool:
-    """Return whether a value has changed in place since it was copied."""
+    """Return whether `value` has changed in place since `copy` was made of it."""
     if copy is None:
         return False
     if isinstance(value, Tensor):
@@ -234,7 +262,7 @@ def is_changed(value: Any, copy: Any) -> bool:
                 value.shape == copy.shape and value.dtype == copy.dtype and torch.equal(value, copy)
             )
         except (RuntimeError, NotImplementedError):
-            # a tensor without values, in a trace of sizes alone
+            # a tensor without values, in a trace of shapes only
             return True
     if isinstance(value, np.ndarray):
         return bool(value.shape != copy.shape or value.tobytes() != copy.tobytes())
@@ -248,7 +276,7 @@ def is_changed(value: Any, copy: Any) -> bool:
 
 
 def restore_value(value: Any, copy: Any) -> None:
-    """Restore the values of tensors and arrays, and the parts of containers, in place."""
+    """Restore tensors, arrays and containers in place from the copies in a snapshot."""
     if copy is None or not is_changed(value, copy):
         # writing to a tensor of a graph, even the same values, would break its backward pass
         return

@@ -1,6 +1,7 @@
-"""Attributes in the form that a checkpoint stores, and their restoration into the modules.
+"""Conversion of module attributes to the form that a checkpoint stores, and back.
 
-An alias of a parameter, of a buffer or of another attribute is restored as an alias.
+An attribute that refers to a parameter, a buffer or the tensor of a different attribute refers to
+the same tensor after the restoration.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from surefoot.core.errors import RunFolderError
 from surefoot.runtime.attributes.tracker import AttributeChanges
 from surefoot.runtime.attributes.values import NOTHING, Aliases, find_owner, map_leaves
 
-# "values" by name; "aliases": paths and what stands there; "grad", "host": paths; "deleted": names;
-# "forms": buffers whose form differs from that of the built model, and whether each is a tensor
+# "values" by name; "aliases": name of the tensor at each path; "grad": paths of trained tensors;
+# "host": paths of CPU tensors; "deleted": names; "forms": as in AttributeChanges
 Stored = dict[str, Any]
 
 
 def encode_attributes(model: nn.Module, changed: AttributeChanges) -> Stored:
-    """Return the changed attributes for a checkpoint, tensors detached; empty without changes."""
+    """Return the changed attributes in the form that a checkpoint stores, with tensors detached.
+
+    The result is empty if nothing has changed.
+    """
     if not (changed.values or changed.deleted or changed.forms):
         return {}
     first = dict(changed.aliases.names)
@@ -40,7 +44,7 @@ def encode_attributes(model: nn.Module, changed: AttributeChanges) -> Stored:
         if id(leaf) in first:
             stored["aliases"][path] = first[id(leaf)]
             return None
-        first[id(leaf)] = f"/{path}"  # no parameter's name begins so
+        first[id(leaf)] = f"/{path}"  # no name of a parameter begins with a slash
         if leaf.requires_grad and leaf.is_leaf:
             stored["grad"].append(path)
         if leaf.device.type == "cpu" != device:
@@ -53,7 +57,11 @@ def encode_attributes(model: nn.Module, changed: AttributeChanges) -> Stored:
 
 
 def check_attributes(model: nn.Module, stored: Mapping[str, Any]) -> None:
-    """Raise RunFolderError if the model has no module for one of the stored attributes."""
+    """Check that the model has the module of every stored attribute.
+
+    Raises:
+        RunFolderError: If a module is missing.
+    """
     for name in stored.get("values", {}):
         if find_owner(model, name)[0] is None:
             raise RunFolderError(
@@ -70,10 +78,16 @@ def put_back_attributes(
     *,
     keep_others: bool = False,
 ) -> None:
-    """Restore the stored attributes of the modules.
+    """Restore the stored attributes of a model's modules.
 
-    `state` is the state saved beside the model, to which attributes may refer. With `keep_others`
-    attributes of modules that the model does not have are left out.
+    Args:
+        model: The model.
+        stored: The attributes, as `encode_attributes` returned them.
+        state: Tensors by name that are saved outside the model and that attributes may refer to.
+        keep_others: Skip attributes of modules that the model does not have, instead of raising.
+
+    Raises:
+        RunFolderError: If the model lacks the module of an attribute and `keep_others` is false.
     """
     if not stored:
         return
@@ -102,10 +116,10 @@ def put_back_attributes(
 
 
 def _fill_trained(model: nn.Module, path: str, saved: Tensor) -> Tensor:
-    """Return a tensor that requires gradients, with the saved values.
+    """Return a tensor that requires gradients and has the values of `saved`.
 
-    It is the present tensor, which an optimizer may refer to, or a new one if there is none that
-    fits.
+    An optimizer may refer to the present tensor at `path`. That tensor is filled if it has the
+    shape and dtype of `saved`; otherwise `saved` itself is returned.
     """
     name, *keys = path.split("/")
     owner, leaf = find_owner(model, name)

@@ -1,4 +1,7 @@
-"""Detection of attributes that have changed since the model was built: only these are state."""
+"""Detection of module attributes that have changed since the model was built.
+
+Only these attributes are saved.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,15 @@ from surefoot.runtime.attributes.values import (
 
 @dataclass(frozen=True)
 class AttributeChanges:
-    """Changed attributes by dotted name, deleted ones, and those that cannot be saved.
+    """Attributes of a model's modules that have changed since the model was built.
 
-    `forms` are the buffers that have another shape or dtype than at first, or are set or None
-    unlike then: whether each is a tensor now.
+    Args:
+        aliases: Index of the tensors that are saved anyway, such as parameters.
+        values: Changed attributes by dotted name.
+        deleted: Names of deleted attributes.
+        unsaved: Names and types of changed attributes that cannot be saved.
+        forms: Buffers whose shape or dtype has changed, or that were set to None or to a tensor.
+            The value is True if the buffer is a tensor now.
     """
 
     aliases: Aliases
@@ -36,17 +44,21 @@ class AttributeChanges:
 
 
 class AttributeTracker:
-    """Digests of the attributes of a model's modules at the time when it was built.
+    """Tracker that finds the module attributes that have changed since the model was built.
 
-    An attribute that never changes (a table of sines, a setting) is made again when the model is
-    built, and is not state. A changed attribute is: a hidden state, a counter, values computed from
-    the first batch.
+    An attribute that never changes, such as a table of sines or a setting, is created again with
+    the model and need not be saved. An attribute that changes is state: a hidden state, a counter,
+    or values computed from the first batch.
     """
 
     def __init__(
         self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None
     ) -> None:
-        """Read the attributes; tensors that `state` returns are saved anyway and are aliases."""
+        """Record the present attributes of the modules.
+
+        The tensors that `state` returns are saved separately; an attribute may refer to one of
+        them.
+        """
         self._model = model
         aliases = Aliases.of(model, {} if state is None else state())
         self._forms = read_forms(model)
@@ -55,7 +67,10 @@ class AttributeTracker:
         }
 
     def find_changed(self, state: Mapping[str, Any] = NOTHING) -> AttributeChanges:
-        """Return the attributes that have changed; what is in `state` is saved anyway."""
+        """Return the attributes that have changed since this tracker was created.
+
+        The objects in `state` are saved separately, so that they are not listed as `unsaved`.
+        """
         held = {id(each) for each in state.values()}
         aliases = Aliases.of(self._model, state)
         now = named_attributes(self._model)
@@ -66,7 +81,7 @@ class AttributeTracker:
                 continue
             if is_state(value) and not _is_view(value, aliases):
                 values[name] = value
-            # else it holds no tensor that is known
+            # otherwise it holds no known tensor
             elif (
                 signed is not None
                 and id(value) not in held
@@ -88,10 +103,11 @@ MISSING = object()
 
 
 def _is_in_state_dict(model: nn.Module, name: str, aliases: Aliases) -> bool:
-    """Return whether a custom state dict of a module contains an attribute: `get_extra_state`.
+    """Return whether the state dict of a module already contains an attribute.
 
-    The state dict does if it changes, or cannot be made, while the attribute is taken away. The
-    module may be the one with the attribute or one around it.
+    Only modules with their own `get_extra_state` or `_save_to_state_dict` are tested: the module of
+    the attribute and those around it. The attribute is in a state dict that changes, or cannot be
+    made, while the attribute is removed.
     """
     owner, leaf = find_owner(model, name)
     parts = name.split(".")[:-1]
@@ -117,13 +133,16 @@ def _writes_state_dict(kind: type[nn.Module]) -> bool:
 
 
 def _sign_state(module: nn.Module, aliases: Aliases) -> Any:
-    """Return a value that differs if the entries of a module in its state dict differ."""
+    """Return a value that changes if the entries of a module in its state dict change."""
     held = dict[str, Any]()
     module._save_to_state_dict(held, "", True)
     return {name: sign(each, aliases) for name, each in held.items()}
 
 
 def _is_view(value: Any, aliases: Aliases) -> bool:
-    """Return whether a tensor in `value` views a parameter or buffer, which saving would break."""
+    """Return whether a tensor in `value` is a view of a parameter or a buffer.
+
+    Such a view cannot be saved, since it would be restored as a separate tensor.
+    """
     tensors = (each for each in find_leaves(value) or () if isinstance(each, Tensor))
     return any(id(each) not in aliases.names and aliases.is_alias(each) for each in tensors)

@@ -20,19 +20,20 @@ from torch import Tensor, nn
 from surefoot.runtime.attributes.generators import OF_TORCH, is_generator, sign_generator
 
 LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
-# besides namedtuples
+# and namedtuples
 SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}
-# in one attribute: what holds more is a table, and reading it would cost more than a step
+# of one attribute: a larger one is a table, and reading it would take longer than a step
 MAX_VALUES = 10_000
 Slot = tuple[nn.Module, str]
 NOTHING: Mapping[str, Any] = {}
 
 
 def attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Return a module's attributes except those of `nn.Module`, parameters, buffers and submodules.
+    """Return the plain attributes of a module, without parameters, buffers and submodules.
 
-    Values that a forward pre-hook of torch computes in each pass (`weight_norm`, `spectral_norm`,
-    `prune`) and an RNN's list of weights are left out.
+    The attributes that every `nn.Module` has are omitted, as are the weight list of an RNN and the
+    values that a forward pre-hook of torch computes in each pass (`weight_norm`, `spectral_norm`,
+    `prune`).
     """
     hooks = module._forward_pre_hooks.values()
     derived = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
@@ -46,16 +47,16 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return the parts of a container with their index or key; None for other values."""
+    """Return (index or key, value) of each entry of a container; None for other values."""
     if type(value) in SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return iter(enumerate(value))
     return iter(value.items()) if type(value) in MAPPINGS else None
 
 
 def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
-    """Return a container of the type of `value` with the given parts."""
+    """Return a container of the type of `value`, with entries from pairs of key and value."""
     if isinstance(value, dict):
-        made = value.copy()  # keeps what a defaultdict makes
+        made = value.copy()  # keeps the default_factory of a defaultdict
         made.clear()
         for key, part in keyed:
             made[key] = part
@@ -67,9 +68,10 @@ def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
 
 
 def find_leaves(value: Any) -> list[Any] | None:
-    """Return every value inside `value` that is not a container.
+    """Return all values inside `value` that are not containers, at any depth.
 
-    None if one of them cannot be a part of the state, or if there are more than MAX_VALUES.
+    Returns None if one of them is not a tensor, an array, a number, a string or None, or if there
+    are more than MAX_VALUES values and containers.
     """
     left, found, count = [value], list[Any](), 0
     while left:
@@ -86,18 +88,28 @@ def find_leaves(value: Any) -> list[Any] | None:
 
 
 def is_state(value: Any) -> bool:
-    """Return whether a value consists of tensors, arrays and plain values alone."""
+    """Return whether a value can be saved as state.
+
+    It can if `find_leaves` accepts it: it consists of tensors, arrays, numbers, strings and
+    containers.
+    """
     return find_leaves(value) is not None
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return whether a value is state and contains a tensor or an array."""
+    """Return whether a value can be saved as state and contains a tensor or an array."""
     return any(isinstance(each, Tensor | np.ndarray) for each in find_leaves(value) or ())
 
 
 @dataclass(frozen=True)
 class Aliases:
-    """Tensors that are saved with the model, its parameters and buffers, by identity and memory."""
+    """Index of the tensors that are saved by name, which finds attributes that share their memory.
+
+    Args:
+        names: Name of each tensor by its `id`.
+        memory: Name of each tensor by the device and address of its storage.
+        tensors: The tensors by name.
+    """
 
     names: dict[int, str]
     memory: dict[Any, str]
@@ -105,9 +117,10 @@ class Aliases:
 
     @classmethod
     def of(cls, model: nn.Module, more: Mapping[str, Any] = NOTHING) -> Aliases:
-        """Return the aliases of a model's parameters and buffers and of the tensors in `more`.
+        """Return the index of a model's parameters and buffers, and of the tensors in `more`.
 
-        A shared tensor has its first name; tensors in `more` are saved under another name.
+        A parameter that modules share has its first name; a tensor of `more` has the name
+        `state()/KEY`.
         """
         tensors: dict[str, Tensor] = {
             f"state()/{name}": each for name, each in more.items() if isinstance(each, Tensor)
@@ -117,19 +130,22 @@ class Aliases:
 
     @classmethod
     def of_tensors(cls, tensors: dict[str, Tensor]) -> Aliases:
-        """Return the aliases of tensors that are saved under these names."""
+        """Return the index of tensors that are given by the name under which each is saved."""
         memory = {
             key: name for name, each in tensors.items() if (key := memory_of(each)) is not None
         }
         return cls({id(each): name for name, each in tensors.items()}, memory, tensors)
 
     def is_alias(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` shares its values with a parameter or a buffer."""
+        """Return whether `tensor` is an indexed tensor, or shares memory with one."""
         return id(tensor) in self.names or memory_of(tensor) in self.memory
 
 
 def memory_of(tensor: Tensor) -> Any:
-    """Return the device and address of a tensor's storage, shared by its views; None if unknown."""
+    """Return the device and address of a tensor's storage, which are the same for all its views.
+
+    Returns None if the storage has no known address, as for a sparse tensor.
+    """
     try:
         place = tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
     except (RuntimeError, NotImplementedError):
@@ -138,9 +154,10 @@ def memory_of(tensor: Tensor) -> Any:
 
 
 def sign(value: Any, aliases: Aliases) -> Any:
-    """Return a value that differs if `value` has changed; None for an object that is not a state.
+    """Return a value that differs, by `==`, once `value` has changed.
 
-    For a tensor this is its dtype, its shape and a digest of its bytes.
+    For a tensor it contains the dtype, the shape and a digest of the bytes. It is None for an
+    object that cannot be saved and holds neither tensors nor the state of a random generator.
     """
     return _sign(value, aliases) if is_state(value) else _sign_opaque(value, aliases)
 
@@ -179,9 +196,9 @@ def _sign_tensor(tensor: Tensor, aliases: Aliases) -> Any:
 
 
 def _sign_opaque(value: Any, aliases: Aliases) -> Any:
-    """Return the state of a random generator, or the tensors that an object holds directly.
+    """Return the state of a random generator, or digests of the tensors in an object's attributes.
 
-    None for an object without tensors.
+    Returns None for an object without tensors.
     """
     if is_generator(value):
         return sign_generator(value)
@@ -196,7 +213,11 @@ def _sign_opaque(value: Any, aliases: Aliases) -> Any:
 
 
 def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
-    """Return `value` with every leaf that is not a container replaced by `change(path, leaf)`."""
+    """Return `value` with every value inside that is not a container replaced by a new one.
+
+    The new value is `change(path, old value)`. For an entry of a container, the path is that of the
+    container, a slash and the key of the entry.
+    """
     parts = parts_of(value)
     if parts is None:
         return change(path, value)
@@ -204,7 +225,10 @@ def map_leaves(value: Any, change: Callable[[str, Any], Any], path: str) -> Any:
 
 
 def find_owner(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
-    """Return the module of an attribute (None if there is none) and the attribute's last name."""
+    """Return the module that has the attribute with a dotted name, and the last part of the name.
+
+    The module is None if the model does not have it.
+    """
     above, _, leaf = name.rpartition(".")
     try:
         return model.get_submodule(above), leaf
@@ -213,12 +237,12 @@ def find_owner(model: nn.Module, name: str) -> tuple[nn.Module | None, str]:
 
 
 def is_same(now: Any, before: Any) -> bool:
-    """Return whether two plain values are equal, NaN included."""
+    """Return whether two plain values have the same type and `repr`; NaN is the same as NaN."""
     return type(now) is type(before) and repr(now) == repr(before)
 
 
 def named_attributes(model: nn.Module) -> Mapping[str, Any]:
-    """Return every attribute of every module that could hold state, by dotted name."""
+    """Return the plain attributes of all modules by dotted name."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
@@ -227,7 +251,7 @@ def named_attributes(model: nn.Module) -> Mapping[str, Any]:
 
 
 def read_forms(model: nn.Module) -> dict[str, Any]:
-    """Return dtype and shape of every buffer, or None for one without a tensor, by dotted name."""
+    """Return the dtype and shape of every buffer by dotted name; None for a buffer that is None."""
     return {
         f"{prefix}.{name}" if prefix else name: None
         if buffer is None

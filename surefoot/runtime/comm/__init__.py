@@ -1,4 +1,4 @@
-"""Process groups of a run: how ranks join, and their collectives."""
+"""Process groups of a run: the rendezvous of the ranks, and their collectives."""
 
 from surefoot.core.old_homes import moved_to
 

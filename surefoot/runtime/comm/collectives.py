@@ -1,4 +1,4 @@
-"""Collectives of a group as repeatable calls, for the measurement of bandwidth."""
+"""Collectives of a group that can be called repeatedly, to measure their bandwidth."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FLIGHT: Final = {
     ALL_TO_ALL: Kind.SWAP,
     SEND: Kind.SEND,
 }
-# the older name goes with torch 2.13
+# torch 2.13 renamed both functions
 _gather: Callable[..., Any] = (
     getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 )
@@ -41,10 +41,13 @@ _scatter: Callable[..., Any] = (
 class Collective:
     """Collective over at least `num_bytes` of fp32 zeros, divided equally among the ranks.
 
-    The values are zeros because a repeated in-place sum would grow by the number of ranks each
-    time, to inf after 128 sums of two. `period` consecutive calls let no rank run ahead of the
-    others: a broadcast starts from each rank in turn, and the data that the first rank sends to the
-    last is sent back. Raises InputError for an unknown name, and for a group of one.
+    The values are zeros because repeated in-place sums of others would overflow: on two ranks 1
+    becomes inf after 128 sums. After `period` consecutive calls no rank can be ahead of the others:
+    a broadcast starts from a different rank in each call, and `send` goes from the first rank to
+    the last and then back.
+
+    Raises:
+        InputError: For an unknown name, for less than one byte, and for a group of one rank.
     """
 
     def __init__(self, name: str, group: Group, num_bytes: int) -> None:
@@ -63,7 +66,13 @@ class Collective:
         self.period = {BROADCAST: group.size, SEND: 2}.get(name, 1)
 
     def call(self, number: int) -> None:
-        """Make call `number` (from 0); on a GPU it has only started on return. Raises LostRank."""
+        """Run the collective; `number` is the index of the call, from 0.
+
+        On a GPU the collective may still be running on return.
+
+        Raises:
+            LostRank: If another rank has failed.
+        """
         self._group.do(lambda: self._call(number), FLIGHT[self.name], self._whole)
 
     def _call(self, number: int) -> None:
@@ -86,12 +95,12 @@ class Collective:
                 dist.recv(whole, ends[0])
 
     def is_right(self) -> bool:
-        """Return whether the first call gives the right result on this rank.
+        """Return whether the collective gives the correct result on this rank.
 
-        Every rank must call this; all ranks hold zeros again afterwards.
+        Every rank must call this. Afterwards the tensors of all ranks hold zeros again.
         """
         size, rank = self._group.size, self._group.rank
-        # of each piece
+        # a distinct number for each piece
         number_of = torch.arange(size, device=self._whole.device).repeat_interleave(
             len(self._whole) // size
         )

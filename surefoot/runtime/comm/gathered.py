@@ -11,7 +11,7 @@ from surefoot.runtime.comm.group import ALONE, Group
 
 
 class Gathering:
-    """Context in which `all_gather` gathers from `group`, in forward and backward passes."""
+    """Context in which `all_gather` communicates over `group`, in forward and backward passes."""
 
     def __init__(self, group: Group = ALONE) -> None:
         self.group, self.was_used = group, False
@@ -24,18 +24,20 @@ class Gathering:
         _current.remove(self)
 
 
-# the innermost last; no context variable, since a backward pass may run in another thread
+# the innermost is last; not a ContextVar, since a backward pass may run in a different thread
 _current: list[Gathering] = []
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the rows of all ranks in rank order: (B, ...) on each rank to (sum of all B, ...).
+    """Return the rows of all ranks, concatenated in rank order: (sum of all B, ...).
 
-    It gathers only in a training step on several ranks; in one process, in evaluation and in
-    prediction it returns `tensor` itself. Gradients flow back to every rank: the gradient of a row
-    is the sum of its gradients from the losses of all ranks. A loss over the gathered rows,
-    returned with `additive=False`, therefore equals that of one process, whether each rank sums
-    the loss over the rows of all ranks or over its own rows only.
+    It gathers only in a training step on several ranks. In one process, in evaluation and in
+    prediction it returns `tensor` itself.
+
+    Gradients flow back to every rank: the gradient of a row is the sum of its gradients from the
+    losses of all ranks. Return a loss over the gathered rows with `additive=False`. It then equals
+    the loss of one process, whether each rank sums it over the rows of all ranks or over its own
+    rows only.
 
     Args:
         tensor: The rows of this rank, (B, ...); B may differ from rank to rank.

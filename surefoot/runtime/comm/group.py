@@ -1,4 +1,4 @@
-"""A rank's group and its collectives; with one rank every collective returns at once."""
+"""Process group of a rank and its collectives, which return at once if there is only one rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,21 @@ GONE, GONE_HINT = (
     "another rank, which had joined before, has exited",
     "the message of the rank that failed first has the reason",
 )
-FLAT_BYTES = 32 << 20  # sent at a time where many tensors go together
-# torch 2.13 renamed both
+FLAT_BYTES = 32 << 20  # sent at a time if many tensors are broadcast
+# torch 2.13 renamed both functions
 _scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass
 class Waiting:
-    """Nanoseconds spent in collectives on every axis; `ranges` marks them in a recorded trace."""
+    """Total time in collectives on all axes of the layout.
+
+    Args:
+        ns: The time in nanoseconds.
+        ranges: Function that returns a context to mark a collective in a profiler trace; None if no
+            trace is recorded.
+    """
 
     ns: int = 0
     ranges: Callable[[str], AbstractContextManager[Any]] | None = None
@@ -43,7 +49,7 @@ class Waiting:
 
 @dataclass(frozen=True)
 class Group:
-    """Rank of a process group, and the collectives of the group.
+    """Process group as one of its ranks sees it, with the collectives of the group.
 
     All ranks must call the same methods in the same order. A method raises LostRank if another rank
     has failed. `join` and `lay_out` return groups.
@@ -51,12 +57,12 @@ class Group:
     Args:
         rank: Number of this rank, from 0.
         size: Number of ranks.
-        device: Device of the tensors.
-        flight: Flight record of this rank, which its launcher reads; None without a launcher.
+        device: Device of the tensors in collectives.
+        flight: Record of the current collective, which the launcher reads; None without a launcher.
         channel: torch's process group of these ranks; None for all ranks.
         roll: Function that describes unreachable ranks, for error messages.
-        traffic: Bytes of the tensors in collectives, by kind of collective.
-        waiting: Time spent in collectives.
+        traffic: Bytes of the tensors in collectives so far, by type of collective.
+        waiting: Time spent in collectives so far.
         memory: Collectives in shared memory, if all ranks are processes of one host; None for the
             collectives of torch.
     """
@@ -77,12 +83,12 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """True if this rank is the one that writes and prints."""
+        """True if this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def transport(self) -> str:
-        """Transport of sums: nccl, shared_memory or gloo."""
+        """Name of the transport that sums over ranks use: nccl, shared_memory or gloo."""
         return (
             "nccl"
             if self.device.type == "cuda"
@@ -93,11 +99,14 @@ class Group:
 
     @property
     def place(self) -> str:
-        """Prefix of an error: `rank 1 of 2, `, empty for one rank."""
+        """Prefix of error messages, such as `rank 1 of 2, `; empty if there is only one rank."""
         return "" if self.is_alone else f"rank {self.rank} of {self.size}, "
 
     def add(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over all ranks in place; return it, bitwise identical on all ranks."""
+        """Sum `tensor` over all ranks in place and return it.
+
+        The result is bitwise identical on all ranks.
+        """
         if self.is_alone:
             return tensor
         memory = self.memory
@@ -110,7 +119,7 @@ class Group:
         return tensor
 
     def most(self, values: Sequence[float]) -> list[float]:
-        """Return the maximum of each value over all ranks."""
+        """Return the elementwise maximum of `values` over all ranks."""
         if self.is_alone:
             return list(values)
         from surefoot.runtime.comm.host_memory import is_small
@@ -127,7 +136,7 @@ class Group:
         return row.tolist()
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an in-place sum of `tensor` over all ranks; return the function that waits."""
+        """Start an in-place sum of `tensor` over all ranks; return a function that waits for it."""
         if (memory := self.memory_of(tensor)) is not None:
             return self._waiting(
                 self.do(partial(memory.begin_to_add, tensor), Kind.SUM, tensor), tensor
@@ -135,9 +144,10 @@ class Group:
         return self._begin(tensor, dist.ReduceOp.SUM, Kind.SUM)
 
     def begin_to_take_largest(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an elementwise maximum over the ranks in place; return the function that waits.
+        """Start an in-place maximum over the ranks; return a function that waits for it.
 
-        If an element is NaN on some rank, the result may be the element of any rank.
+        The maximum is elementwise. If an element is NaN on some rank, the result may be the element
+        of any rank.
         """
         return self._begin(tensor, dist.ReduceOp.MAX, Kind.LARGEST)
 
@@ -150,10 +160,11 @@ class Group:
         return self._waiting(work.wait, tensor)
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
-        """Start a reduce-scatter of `tensor` (ranks * n) into `into` (n).
+        """Start a reduce-scatter of `tensor` into `into`; return a function that waits for it.
 
-        Returns the function that waits for it. The values of `tensor` are overwritten if it is in
-        shared memory.
+        Args:
+            into: Output, (n): the sum over all ranks of this rank's part.
+            tensor: Values of this rank, (ranks * n); overwritten if they are in shared memory.
         """
         if (memory := self.memory_of(tensor)) is not None:
             return self._waiting(
@@ -172,9 +183,10 @@ class Group:
         return wait
 
     def gather_into(self, into: Tensor, tensor: Tensor, *, is_async: bool = False) -> Any:
-        """Gather every rank's `tensor` (n) into `into` (ranks * n).
+        """Gather the `tensor` of every rank, (n), into `into`, (ranks * n).
 
-        With `is_async` returns torch's work object, which must be waited for.
+        With `is_async`, torch's `Work` object is returned and must be waited for. A gather in
+        shared memory is complete on return, and returns None.
         """
         if (memory := self.memory_of(tensor)) is not None:
             return self.do(partial(memory.gather_into, into, tensor), Kind.GATHER, into)
@@ -183,7 +195,7 @@ class Group:
         )
 
     def memory_of(self, tensor: Tensor) -> SharedMemoryCollectives | None:
-        """Return the shared memory that contains a tensor; None if other ranks cannot read it."""
+        """Return the collectives in shared memory if they can read `tensor`; otherwise None."""
         return (
             None if self.memory is None or self.memory.links.find(tensor) is None else self.memory
         )
@@ -191,14 +203,17 @@ class Group:
     def allocate(
         self, size: int | Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return an uninitialized tensor to send, in shared memory if the group has one."""
+        """Return an uninitialized tensor for collectives, in shared memory if the group uses it."""
         shape = torch.Size([size] if isinstance(size, int) else size)
         if self.memory is None or device.type != "cpu" or not shape.numel():
             return torch.empty(shape, dtype=dtype, device=device)
         return self.memory.allocate(shape, dtype)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's `tensor`, which has the same shape on all: (ranks, ...)."""
+        """Return the `tensor` of every rank, stacked in rank order: (ranks, ...).
+
+        The shape must be the same on all ranks.
+        """
         if self.is_alone:
             return tensor[None]
         from surefoot.runtime.comm.host_memory import is_small
@@ -217,7 +232,10 @@ class Group:
         return made
 
     def gather_to_first(self, tensor: Tensor) -> Tensor | None:
-        """Return every rank's `tensor`, of one shape, on rank 0: (ranks, ...); None on others."""
+        """Return the `tensor` of every rank, stacked in rank order, on rank 0: (ranks, ...).
+
+        Other ranks get None. The shape must be the same on all ranks.
+        """
         if self.is_alone:
             return tensor[None]
         made = tensor.new_empty((self.size, *tensor.shape)) if self.is_first else None
@@ -230,10 +248,10 @@ class Group:
         return made
 
     def exchange(self, text: str) -> list[str]:
-        """Return every rank's text, by rank."""
+        """Return the `text` of every rank, in rank order."""
         if self.is_alone:
             return [text]
-        # names of files hold any byte
+        # file names may contain any byte
         content = np.frombuffer(text.encode(errors="surrogatepass"), dtype=np.uint8)
         sizes = self.gather(torch.tensor(len(content), device=self.device)).tolist()
         padded = np.zeros(max(1, *sizes), dtype=np.uint8)
@@ -245,12 +263,12 @@ class Group:
         ]
 
     def from_first(self, text: str) -> str:
-        """Return the text of rank 0."""
+        """Return the `text` of rank 0 on every rank."""
         return self.exchange(text if self.is_first else "")[0]
 
     @torch.no_grad()
     def copy_from_first(self, tensors: Sequence[Tensor]) -> None:
-        """Broadcast rank 0's values of these tensors to all ranks, in place."""
+        """Broadcast rank 0's values of `tensors` to all ranks, in place."""
         if self.is_alone:
             return
         for together in _make_packs([each.detach() for each in tensors]):
@@ -267,10 +285,10 @@ class Group:
                 )
 
     def settle(self, job: Callable[[], Result]) -> Result:
-        """Run `job` on this rank and return its result; if it fails on one rank, it fails on all.
+        """Run `job` on this rank and return its result, but raise on all ranks if it fails on one.
 
-        Raises the error of `job` on the rank that failed, and LostRank with its message on the
-        others.
+        The failed rank raises the error of `job`. The other ranks raise LostRank with the message
+        of that error.
         """
         if self.is_alone:
             return job()
@@ -293,7 +311,14 @@ class Group:
         return made
 
     def check_equal(self, facts: Mapping[str, str]) -> list[tuple[str, int, str, str]]:
-        """Return facts that differ from rank 0's: name, rank, the rank's value, rank 0's value."""
+        """Return the facts whose values differ from those on rank 0, for all ranks.
+
+        Args:
+            facts: Values of this rank by name.
+
+        Returns:
+            For each difference the name, the rank, the value on that rank and the value on rank 0.
+        """
         mine = "\x1f".join(f"{name}\x1e{value}" for name, value in facts.items())
         rows = [
             dict(pair.split("\x1e", 1) for pair in text.split("\x1f"))
@@ -307,9 +332,12 @@ class Group:
         ]
 
     def do(self, job: Callable[[], Result], kind: Kind, tensor: Tensor) -> Result:
-        """Run a collective on `tensor` and record it for the supervisor.
+        """Run the collective `job` on `tensor`, and record its type, bytes and time.
 
-        Raises LostRank if other ranks are unreachable.
+        While it runs, the supervisor can read the record.
+
+        Raises:
+            LostRank: If other ranks are unreachable.
         """
         num_bytes = tensor.numel() * tensor.element_size()
         self.traffic[kind] += num_bytes
@@ -324,13 +352,13 @@ class Group:
                     return job()
                 is_of_all = self.channel is None or self.channel is dist.group.WORLD
                 return self.flight.during(kind, num_bytes, job, is_of_all=is_of_all)
-        except LostRank as error:  # from shared memory, which knows the rank that was lost
+        except LostRank as error:  # raised by shared memory, which knows the lost rank
             told = (
                 f"{error.message}, "
                 f"after {_seconds_since(begun_ns):.1f} s in {kind.words} of {num_bytes:,} bytes"
             )
             raise LostRank(told, hint=error.hint) from error
-        except RuntimeError as error:  # gloo and NCCL raise nothing more exact
+        except RuntimeError as error:  # gloo and NCCL raise no more specific error
             raise LostRank(
                 (
                     f"the other ranks are unreachable, after {_seconds_since(begun_ns):.1f} s in "
@@ -344,7 +372,10 @@ class Group:
 
 @contextmanager
 def raise_lost_rank() -> Iterator[None]:
-    """Return a context that raises LostRank if torch's groups cannot be made: a rank has failed."""
+    """Return a context that replaces a RuntimeError by LostRank.
+
+    torch raises a RuntimeError if it cannot create a process group because a rank has failed.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -352,7 +383,7 @@ def raise_lost_rank() -> Iterator[None]:
 
 
 def _seconds_since(begun_ns: int) -> float:
-    """Return the seconds since `begun_ns`."""
+    """Return the seconds since `begun_ns`, a value of `time.perf_counter_ns`."""
     return (time.perf_counter_ns() - begun_ns) / 1e9
 
 
@@ -361,7 +392,10 @@ def _words(error: BaseException) -> str:
 
 
 def _make_packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return tensors in packs of one dtype and device, each of at most FLAT_BYTES if possible."""
+    """Return the tensors in lists of one dtype and device, each of at most FLAT_BYTES if possible.
+
+    Empty tensors are left out.
+    """
     packs: list[list[Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for each in tensors:
@@ -378,7 +412,7 @@ def _make_packs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor as a row of bytes, so that any shape and dtype can be sent."""
+    """Return the bytes of a tensor of any shape and dtype as a flat uint8 tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 

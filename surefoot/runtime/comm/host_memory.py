@@ -1,11 +1,10 @@
-"""Collectives of the ranks of one host through shared memory; each rank adds up its share.
+"""Collectives of the ranks of one host through shared memory; each rank sums its share.
 
-A rank's values are in anonymous memory files (memfd_create(2)), passed to the other ranks by
-descriptor, so that a killed rank leaves nothing behind. Only messages of a few bytes are sent,
+The values of a rank are in anonymous memory files (memfd_create(2)), whose descriptors are passed
+to the other ranks. A killed rank therefore leaves nothing behind. Messages of a few bytes go
 through a socket between every two ranks (unix(7)): they order memory accesses on any processor, and
 a socket closes when its rank ends. Small values are sent in the message itself. A sum adds pairs of
-neighboring ranks, then pairs of these sums: an order that depends on ranks alone, so that every
-rank gets the same bits.
+neighboring ranks, then pairs of these sums, so that every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from surefoot.core.ranks.mapping import map_file
 if TYPE_CHECKING:
     from surefoot.runtime.comm.group import Group
 
-SMALL_BYTES = 32 << 10  # at most this goes with the word
-PIECE = 1 << 16  # numbers added up at a time: their rows stay in the cache of a core
-# what, axis, kind, number of the collective on that axis; a file of memory, offset, bytes
+SMALL_BYTES = 32 << 10  # largest tensor that is sent in a message
+PIECE = 1 << 16  # numbers summed at a time: they fit in the cache of a core
+# What, axis, Kind, number of the collective on that axis, memory file, offset, bytes
 HEAD = struct.Struct("<3BxIqqq")
 ANSWER_S = 0.05
 HINT = "the message of the rank that failed first has the reason"
@@ -53,20 +52,20 @@ GONE, FULL = (errno.EPIPE, errno.ECONNRESET), (errno.EAGAIN, errno.ENOBUFS, errn
 class What(IntEnum):
     """Type of a message from one rank to another."""
 
-    ROW = 0  # its numbers follow
-    READY = 1  # its numbers are in its memory
-    DONE = 2  # it has added up, or read, what it had to
-    FILE = 3  # a file of memory that it will name, with its descriptor
+    ROW = 0  # the values follow in the message
+    READY = 1  # the values are in shared memory of the sender
+    DONE = 2  # the sender has added or read its share
+    FILE = 3  # a memory file of the sender, with its descriptor
 
 
-Word = tuple[What, Kind, int, int, int, bytes]  # with file, offset and bytes, and what follows
-Key = tuple[int, int, bool]  # axis, number, whether it says done
+Word = tuple[What, Kind, int, int, int, bytes]  # file, offset, bytes, content
+Key = tuple[int, int, bool]  # axis, number, whether it is DONE
 
 
 class Links:
-    """Sockets to the other ranks of this host, by rank, and the memory of each rank.
+    """Sockets to the other ranks of this host, by rank, and the shared memory of each rank.
 
-    `timeout_s` is the time to wait for a message.
+    `timeout_s` is the longest time, in seconds, to wait for a message.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], *, timeout_s: float) -> None:
@@ -87,7 +86,7 @@ class Links:
             each.close()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Return `num_bytes` of shared memory as uint8; memory of a deleted tensor is reused."""
+        """Return a uint8 tensor of `num_bytes` in shared memory; freed memory is reused."""
         size = max(mmap.PAGESIZE, num_bytes)
         free = self._free.setdefault(size, [])
         mapped = free.pop() if free else self._make(size)
@@ -114,7 +113,7 @@ class Links:
         return mapped
 
     def find(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Return the memory file and offset of a tensor; None if it is not in shared memory."""
+        """Return a tensor's memory file and offset in it; None if it is not in shared memory."""
         if tensor.device.type != "cpu" or not tensor.is_contiguous():
             return None
         base = tensor.untyped_storage().data_ptr()
@@ -122,7 +121,7 @@ class Links:
         return None if number is None else (number, tensor.data_ptr() - base)
 
     def reach(self, rank: int, word: Word) -> Tensor:
-        """Return the memory of another rank that its message names, as uint8."""
+        """Return, as uint8, the part of another rank's memory that the message `word` names."""
         _, _, number, offset, num_bytes, _ = word
         return self._theirs[rank][number][offset : offset + num_bytes]
 
@@ -138,10 +137,10 @@ class Links:
                 )
             except OSError as error:
                 if error.errno in GONE:
-                    return  # a rank that waits for it gets this as an error
+                    return  # a rank that waits for the message will get the error
                 if error.errno not in FULL:
                     raise
-                # it does not read: it may be waiting for this rank to read
+                # the rank does not read: it may be waiting until this rank reads
                 self.drain()
                 until_s = until_s or time.monotonic() + self._timeout_s
                 if time.monotonic() > until_s:
@@ -153,14 +152,14 @@ class Links:
                 return
 
     def drain(self) -> None:
-        """Receive all messages that have arrived, without waiting."""
+        """Receive all messages that have arrived, without waiting for more."""
         for rank in self._sockets:
             with contextlib.suppress(BlockingIOError, LostRank):
                 while True:
                     self._receive(rank, socket.MSG_DONTWAIT)
 
     def take(self, rank: int, key: Key) -> Word:
-        """Return a rank's message for a collective, waiting for it.
+        """Return the message of a rank for a collective; wait until it arrives.
 
         Raises LostRank if the rank has failed or the message does not arrive in time.
         """
@@ -182,14 +181,14 @@ class Links:
                     [self._buffer], socket.CMSG_SPACE(4), flags
                 )
             except ConnectionResetError:
-                # it went without reading all, which is said once; what it had sent comes after that
+                # reported once if the rank ended without reading all; its messages follow
                 continue
             break
         if not size:
             raise LostRank(f"rank {rank} has exited", hint=HINT)
         what, axis, kind, number, file, offset, num_bytes = HEAD.unpack_from(self._buffer)
         if what == What.FILE:
-            if not carried:  # the system drops a descriptor that a process has no room for
+            if not carried:  # the system drops descriptors beyond the limit of a process
                 raise InputError(
                     (
                         "a rank has reached its limit of open files, and cannot map the "
@@ -211,12 +210,12 @@ class Links:
 
 @dataclass(eq=False)
 class _RunningSum:
-    """A sum in progress: this rank's values, and whether this rank has added its share."""
+    """Sum or reduce-scatter in progress: this rank's values, and whether it has added its share."""
 
     number: int
     kind: Kind
     mine: Tensor
-    # what takes this rank's share alone; None: every rank's numbers become the sum
+    # output for this rank's share of the sum; None: the sum replaces the values of all ranks
     into: Tensor | None
     num_bytes: int
     is_added: bool = False
@@ -224,7 +223,7 @@ class _RunningSum:
 
 @dataclass(eq=False)
 class SharedMemoryCollectives:
-    """Collectives of an axis through shared memory.
+    """Collectives in shared memory among the ranks on one axis of the layout.
 
     `ranks` are the global ranks by their index on the axis; `rank` is the index of this rank.
     """
@@ -237,7 +236,7 @@ class SharedMemoryCollectives:
     _open: deque[_RunningSum] = field(default_factory=deque)
 
     def among(self, ranks: Sequence[int], axis: int) -> SharedMemoryCollectives:
-        """Return an object for collectives among a subset of these ranks, in the given order."""
+        """Return the collectives of some of the ranks, given by their indices in this object."""
         return SharedMemoryCollectives(
             self.links, ranks.index(self.rank), [self.ranks[rank] for rank in ranks], axis
         )
@@ -272,7 +271,7 @@ class SharedMemoryCollectives:
             self.links.take(rank, (self.axis, number, True))
 
     def rows(self, tensor: Tensor, kind: Kind) -> Tensor:
-        """Return every rank's `tensor`, which must be small: (ranks, ...)."""
+        """Return the `tensor` of every rank, stacked: (ranks, ...); it must satisfy `is_small`."""
         self._count += 1
         number, mine = self._count, tensor.contiguous()
         row = mine.view(-1).view(torch.uint8).numpy().tobytes()
@@ -301,11 +300,11 @@ class SharedMemoryCollectives:
         return self.links.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
     def begin_to_add(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an in-place sum of a tensor in shared memory; return the function that waits."""
+        """Start summing a tensor in shared memory; return a function that waits for the sum."""
         return partial(self._end, self._begin(tensor, None, Kind.SUM))
 
     def begin_to_scatter(self, into: Tensor, tensor: Tensor) -> Callable[[], None]:
-        """Start a reduce-scatter (ranks * n) into (n); return the function that waits for it.
+        """Start a reduce-scatter (ranks * n) into (n); return a function that waits for it.
 
         The values of `tensor` are overwritten.
         """
@@ -322,7 +321,7 @@ class SharedMemoryCollectives:
         return begun
 
     def _add_shares(self) -> None:
-        """Add this rank's share of the open sums for which all ranks' values have arrived."""
+        """Add this rank's share of each started sum for which all ranks' values have arrived."""
         self.links.drain()
         for each in (begun for begun in self._open if not begun.is_added):
             key = self.axis, each.number, False
@@ -361,7 +360,7 @@ class SharedMemoryCollectives:
 
     @torch.no_grad()
     def gather_into(self, into: Tensor, tensor: Tensor) -> None:
-        """Gather every rank's `tensor` (n), in shared memory, into `into` (ranks * n)."""
+        """Gather every rank's `tensor` (n), which is in shared memory, into `into` (ranks * n)."""
         at, num_bytes = self.links.find(tensor), tensor.numel() * tensor.element_size()
         assert at is not None
         self._count += 1
@@ -378,7 +377,7 @@ class SharedMemoryCollectives:
 
 
 def _resize_and_map(descriptor: int, size: int) -> Any:
-    """Set the size of a memory file and map it; None if the system refuses."""
+    """Set the size of a memory file and map it; return None if the system refuses."""
     try:
         os.ftruncate(descriptor, size)
     except OSError:
@@ -396,12 +395,12 @@ def _no_memory(size: int) -> InputError:
 
 
 def is_small(tensor: Tensor) -> bool:
-    """Return whether a tensor is small enough to be sent in a message."""
+    """Return whether a tensor is on the CPU and small enough to be sent in a message."""
     return tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 
 def add_up(rows: Sequence[Tensor]) -> Tensor:
-    """Sum all rows in place of the first: neighbors are added, then pairs of these, and so on.
+    """Sum `rows` in place: first neighbors, then pairs of these sums, and so on; return the total.
 
     >>> add_up([torch.tensor(float(each)) for each in (1, 2, 4)])
     tensor(7.)
@@ -419,8 +418,8 @@ def connect(
 ) -> SharedMemoryCollectives | None:
     """Connect all ranks of `group` by sockets; every rank must call this.
 
-    Returns None with the transport "gloo", for ranks on several hosts, or if a rank has no shared
-    memory. Raises InputError if `transport` requires shared memory and there is none.
+    Returns None if `transport` is "gloo", if the ranks are on several hosts, or if a rank has no
+    shared memory. In the last two cases raises InputError if `transport` is "shared_memory".
     """
     listener = None if transport == "gloo" else _listen()
     with listener or contextlib.nullcontext():
@@ -452,13 +451,13 @@ def connect(
 
 
 def _host() -> str:
-    """Return an id that ranks share if they can connect: boot, network namespace, and user."""
+    """Return an id that is equal for ranks that can connect: boot, network namespace and user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
 def _listen() -> socket.socket | None:
-    """Listen at an abstract address of Linux; None without abstract sockets or memory files."""
+    """Return a socket that listens at an abstract Unix address; None if this is not supported."""
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -478,7 +477,7 @@ def _listen() -> socket.socket | None:
 def _connect(
     listener: socket.socket, addresses: Sequence[bytes], rank: int, wait_s: float
 ) -> dict[int, socket.socket]:
-    """Return a socket to each other rank: it connects to lower ranks and accepts higher ones."""
+    """Return a socket to each other rank: connect to lower ranks and accept higher ones."""
     found: dict[int, socket.socket] = {}
     for other in range(rank):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

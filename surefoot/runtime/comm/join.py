@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of a run at the launcher's address, with the missing ranks by number."""
+"""Rendezvous of the ranks of a run, which names the ranks that do not join."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from surefoot.runtime.comm.group import ALONE, GONE, GONE_HINT, Group, raise_los
 from surefoot.runtime.comm.host_memory import connect
 
 LOOK_S, ROLL_S = 0.05, 1.0
-# how often this process has joined others: one run may follow the other, and all ranks count alike
+# number of times this process has joined others, equal on all ranks; a process may do several runs
 _rounds = itertools.count()
 LOOPBACK = "lo"
 
@@ -47,18 +47,18 @@ def join(
     timeout_s: float,
     transport: Transport = "auto",
 ) -> Iterator[Group]:
-    """Return a context with the group of all ranks.
+    """Return a context that joins all ranks into a group, and yields the group.
 
     Args:
         here: Rank, size and addresses of this process, as `this_rank` returns them.
-        device: Device of the tensors; NCCL joins GPUs.
-        wait_s: Seconds that a rank waits for the others to join.
-        timeout_s: Seconds that a collective waits.
+        device: Device of the tensors; GPUs use NCCL.
+        wait_s: Seconds to wait until all ranks have joined.
+        timeout_s: Seconds after which a collective fails.
         transport: Transport of ranks on CPUs: "gloo", "shared_memory", or "auto" for shared memory
             if all ranks are on one host (`host_memory`).
 
     Raises:
-        InputError: For an invalid address, a port in use, and, by number, ranks that do not join.
+        InputError: For an invalid address, a port in use, and ranks that do not join, by number.
         LostRank: If a rank fails before all have joined.
     """
     if here.world_size == 1:
@@ -66,7 +66,7 @@ def join(
         return
     _collect_at_exit()
     if here.has_agent:
-        make_parent_death_hook(os.getppid())()  # else the ranks of a killed torchrun would train on
+        make_parent_death_hook(os.getppid())()  # or the ranks of a killed torchrun would train on
     interface = (
         None if here.has_interface else LOOPBACK if here.is_on_loopback else _find_interface(here)
     )
@@ -103,7 +103,7 @@ def join(
             ) from error
         try:
             where = device if backend == "nccl" else torch.device("cpu")
-            roll = (  # else the launcher knows more
+            roll = (  # with a launcher, which knows more: no text
                 functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
             )
             with _record_collectives(here) as flight:
@@ -123,11 +123,11 @@ def join(
 
 @functools.cache
 def _collect_at_exit() -> None:
-    """Collect garbage at exit, so that objects that hold gloo's groups are freed before.
+    """Register garbage collection at exit, which frees gloo's groups before interpreter shutdown.
 
     gloo's threads free tensors late. A thread that does so during interpreter shutdown aborts the
-    process ("terminate called without an active exception"): of twelve errors that ranks raised
-    together, one became a rank killed by SIGABRT.
+    process ("terminate called without an active exception"): of twelve errors that all ranks
+    raised, one ended with a rank killed by SIGABRT.
     """
     atexit.register(gc.collect)
 
@@ -138,14 +138,14 @@ def _noop() -> None: ...
 def _find_interface(here: Place) -> str | None:
     """Return the network interface that leads to the rendezvous; None if it cannot be found.
 
-    gloo's default is the address of the host name, which is the loopback on many hosts.
+    By default gloo uses the address of the host name, which is the loopback on many hosts.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
             here.meeting, here.port, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)  # of datagrams: nothing is sent
+            probe.connect(address)  # a datagram socket sends nothing here
             mine = probe.getsockname()[0]
     except OSError:
         return None
@@ -159,11 +159,11 @@ def _find_interface(here: Place) -> str | None:
 
 @contextlib.contextmanager
 def _record_collectives(here: Place) -> Iterator[Flight]:
-    """Return a context that records this rank's collectives and stacks for the supervisor.
+    """Return a context that yields the record of this rank's collectives and stacks.
 
-    Without a supervisor other ranks of this host read the record. STACKS_SIGNAL writes the stack.
-    With a supervisor a fatal signal such as SIGABRT does so too, since gloo aborts a process that
-    receives unexpected data.
+    The supervisor reads the record; without a supervisor other ranks of this host do. STACKS_SIGNAL
+    makes this process write its stacks. If there is a supervisor, a fatal signal such as SIGABRT
+    does the same, because gloo aborts a process that receives unexpected data.
     """
     if here.told is not None:
         flight, stacks = here.told
@@ -180,10 +180,10 @@ def _record_collectives(here: Place) -> Iterator[Flight]:
 
 @functools.cache
 def _open_stacks() -> int:
-    """Return the file to which STACKS_SIGNAL writes this process's stacks until it ends.
+    """Return the descriptor of the file to which STACKS_SIGNAL writes this process's stacks.
 
-    The handler is never removed, because the signal would otherwise kill the process. -1 on systems
-    without pidfd_open.
+    The signal handler is never removed, because the signal would otherwise kill the process.
+    Returns -1 on systems without pidfd_open.
     """
     if not hasattr(os, "pidfd_open"):
         return -1
@@ -193,7 +193,7 @@ def _open_stacks() -> int:
 
 
 def _call_the_roll(store: Store, here: Place) -> str:
-    """Return, as text, which ranks have lost a connection and which do not answer.
+    """Return a text that names the ranks that do not respond, for an error message.
 
     When a collective times out or a connection breaks, all ranks except the failed ones call this
     at about the same time. They exchange messages through the rendezvous store for a few seconds.
@@ -210,7 +210,7 @@ def _call_the_roll(store: Store, here: Place) -> str:
                 others = [rank for rank in others if not store.check([f"lost/{rank}"])]
             silent.append(others)
 
-    asking = threading.Thread(target=ask, daemon=True)  # where the link is cut it waits for good
+    asking = threading.Thread(target=ask, daemon=True)  # waits forever if the network is down
     asking.start()
     asking.join(2 * ROLL_S)
     if not silent:
@@ -235,7 +235,7 @@ def _call_the_roll(store: Store, here: Place) -> str:
 def _open_store(here: Place, wait_s: float) -> Store:
     """Return the store through which ranks exchange messages while they join.
 
-    Rank 0 holds the store, unless its launcher does. All runs of a process share it.
+    Rank 0 hosts the store unless its launcher does. All runs of a process use the same store.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -278,7 +278,10 @@ def _open_store(here: Place, wait_s: float) -> Store:
 
 
 def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
-    """Return a socket that listens at the rendezvous address alone; torch's listens on all."""
+    """Return the descriptor of a socket that listens only at the rendezvous address.
+
+    The socket that torch would open listens at all addresses of the host.
+    """
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -299,7 +302,7 @@ def _listen(here: Place, family: socket.AddressFamily, address: Any) -> int:
 def _await_all(store: Store, here: Place, wait_s: float) -> None:
     """Wait until all ranks have joined.
 
-    Raises InputError with the missing ranks, or for a rank with a different number of ranks.
+    Raises InputError if ranks are missing after `wait_s`, or if a rank has a different WORLD_SIZE.
     """
     until_s = time.monotonic() + wait_s
     store.set(f"rank/{here.rank}", str(here.world_size))

@@ -1,4 +1,4 @@
-"""Ranks of a run as a mesh: the replicate axis holds copies, the shard axis holds parts."""
+"""Process groups of a rank on the axes `replicate` and `shard` of the layout."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from surefoot.runtime.comm.group import ALONE, Group, raise_lost_rank
 
 @dataclass(frozen=True)
 class Mesh:
-    """Groups to which a rank belongs, one on each axis.
+    """Groups to which a rank belongs, one on each axis of the layout.
 
-    Ranks with consecutive numbers are neighbors on the `shard` axis; neighbors on the `replicate`
-    axis differ in their number by the size of the shard axis.
+    Ranks with consecutive numbers are neighbors on the `shard` axis. The numbers of neighbors on
+    the `replicate` axis differ by the size of the `shard` axis.
 
     Args:
         whole: Group of all ranks.
-        replicate: Group of the ranks with the same rows.
-        shard: Group of the ranks among which the rows of one replica are split.
+        replicate: Group of the ranks that hold the same part of the state.
+        shard: Group of the ranks that hold the different parts of one replica.
     """
 
     whole: Group
@@ -38,15 +38,15 @@ SOLO = Mesh(ALONE, ALONE, ALONE)
 
 
 def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
-    """Return the mesh of a layout on all ranks of a group; each rank must call this once.
+    """Create the process groups of `layout`; each rank must call this once.
 
     Args:
         group: Group of all ranks, as `join` returns it.
-        layout: The layout.
-        timeout_s: Seconds that a collective waits.
+        layout: The number of ranks on each axis.
+        timeout_s: Seconds after which a collective fails.
 
     Raises:
-        LostRank: If a rank fails meanwhile.
+        LostRank: If another rank fails meanwhile.
     """
     if not layout.is_sharded:
         return Mesh(group, group, ALONE)
@@ -58,7 +58,7 @@ def lay_out(group: Group, layout: Layout, *, timeout_s: float) -> Mesh:
     for number, axis in enumerate((across, along), start=1):
         for ranks in axis:
             with raise_lost_rank():
-                # all ranks make every one of them
+                # each rank must create all groups
                 channel = dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s))
             if group.rank in ranks:
                 found.append(_make_subgroup(group, ranks, channel, number))

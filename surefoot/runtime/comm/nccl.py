@@ -1,6 +1,6 @@
-"""NCCL's environment variables from the table [nccl], for GPUs; not used on CPUs.
+"""NCCL's environment variables, set from the table [nccl] of a spec; used on GPUs only.
 
-NCCL ignores unknown variables silently, so that a misspelled one seems to be set.
+NCCL ignores unknown variables silently, so that a misspelled name has no effect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from surefoot.contract.spec import NcclTable
 from surefoot.core import place
 from surefoot.core.errors import InputError
 
-PREFIX, NEAR = "NCCL_", 0.85  # difflib's ratio from which on a name is a misspelled one
+PREFIX, NEAR = "NCCL_", 0.85  # least difflib ratio to a known name that counts as misspelled
 
 # the names in libnccl.so of NCCL 2.32.3 (package nvidia-nccl-cu13), the prefix NCCL_ left out
 _NAMES = """
@@ -85,7 +85,7 @@ NAMES, OLDER = frozenset(_NAMES.split()), frozenset(_OLDER.split())
 
 
 def variables(table: NcclTable) -> dict[str, str]:
-    """Return the variables that a table sets, by the names in NCCL's documentation.
+    """Return the environment variables of NCCL that a table [nccl] sets.
 
     >>> variables(NcclTable(debug="info", infiniband=False, algorithm=("ring", "tree")))
     {'NCCL_DEBUG': 'INFO', 'NCCL_IB_DISABLE': '1', 'NCCL_ALGO': 'ring,tree'}
@@ -109,9 +109,10 @@ def variables(table: NcclTable) -> dict[str, str]:
 
 
 def check_names(given: Mapping[str, str]) -> list[str]:
-    """Return notes on variables unknown to NCCL, such as those of a plug-in.
+    """Check the names of NCCL's environment variables; return notes on names unknown to NCCL.
 
-    Raises InputError for a name that resembles one of NCCL's and is probably misspelled.
+    A plug-in may define such a variable. Raises InputError for a name that resembles one of NCCL's
+    and is therefore probably misspelled.
     """
     notes = []
     for name in sorted(given):
@@ -133,10 +134,11 @@ def check_names(given: Mapping[str, str]) -> list[str]:
 
 @contextlib.contextmanager
 def set_variables(table: NcclTable, *, num_ranks: int, on_gpu: bool) -> Iterator[list[str]]:
-    """Return a context that sets NCCL's variables from the table; it yields notes for the user.
+    """Return a context that sets NCCL's environment variables from `table`.
 
-    Ranks join inside the context. The table overrides the environment. Nothing is set if NCCL is
-    not used. Raises InputError for a misspelled variable.
+    It yields notes for the user. Ranks must join inside the context. The table overrides the
+    environment. Nothing is set for one rank or on CPUs, where NCCL is not used. Raises InputError
+    for a misspelled variable.
     """
     given, stated = place.variables_with(PREFIX), variables(table)
     if num_ranks == 1 or not on_gpu:

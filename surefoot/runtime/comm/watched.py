@@ -1,8 +1,8 @@
-"""Hang detection for ranks without a surefoot supervisor, as under torchrun.
+"""Hang detection for ranks without a surefoot supervisor, such as under torchrun.
 
 A rank that waits for half of `layout.hang_timeout` starts a process that inspects all ranks
-(`cli/watch`), and each rank ends when that process reports a hang. Works on one host only: the
-state of a rank is read from its memory, and its stack is requested by a signal.
+(`cli/watch`). Each rank ends when that process reports a hang. This works on one host only: the
+process reads the state of a rank from shared files and requests the rank's stack by a signal.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from surefoot.core.place import Place
 from surefoot.runtime.comm.group import Group
 
 LOOK_S = 0.25
-Files = list[tuple[int, int]]  # of each rank: its flight record and its stacks
+Files = list[tuple[int, int]]  # for each rank: its flight record and its stacks
 
 
 @contextlib.contextmanager
 def watched(group: Group, here: Place, stall_s: float) -> Iterator[str]:
-    """Return a context that watches the ranks of `group`.
+    """Return a context in which hangs of the ranks in `group` are detected.
 
-    It yields why watching is not possible, "" if it is. Every rank must call this.
+    It yields the reason if detection is not possible, otherwise an empty string. Every rank must
+    call this. A rank counts as hung after `stall_s` seconds in a collective.
     """
     if group.is_alone or here.told is not None or group.flight is None:
         yield ""
@@ -62,7 +63,7 @@ def _identity(descriptor: int) -> list[int]:
 
 
 def _open_all(rows: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> tuple[Files, str]:
-    """Return the files of all ranks, opened in this process; or why they cannot be opened."""
+    """Open the files of all ranks in this process; return them, or why they cannot be opened."""
     hosts = {row["host"] for row in rows}
     if len(hosts) > 1:
         return [], (
@@ -83,7 +84,10 @@ def _open_all(rows: Sequence[dict[str, Any]], stack: contextlib.ExitStack) -> tu
 
 
 class _Watch:
-    """Thread that observes this rank; if ranks wait too long, one starts the judging process."""
+    """Thread that ends this rank when a hang is reported.
+
+    The rank that first waits for half of `stall_s` also starts the process that detects hangs.
+    """
 
     def __init__(self, rank: int, files: Files, pids: Sequence[int], stall_s: float) -> None:
         self._mine, self._files, self._pids, self._stall_s = files[rank][0], files, pids, stall_s
@@ -97,7 +101,7 @@ class _Watch:
     def _check_ranks(self) -> None:
         while not self._is_over.wait(LOOK_S):
             if flight.is_dismissed(self._mine):
-                os._exit(LostRank.exit_code)  # the main thread hangs, or waits for one that does
+                os._exit(LostRank.exit_code)  # the main thread hangs or waits for a rank that hangs
             waits_s = flight.read(self._mine).waits_s
             if (
                 self._watcher is None
@@ -108,7 +112,7 @@ class _Watch:
                 self._watcher = self._start()
 
     def _is_chosen(self) -> bool:
-        """Return whether no other rank has started the process; locks the right to do so."""
+        """Return whether this rank is the first to get the lock for starting the process."""
         try:
             fcntl.flock(self._files[0][0], fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -120,7 +124,7 @@ class _Watch:
             {"pid": pid, "files": files} for pid, files in zip(self._pids, self._files, strict=True)
         ]
         words = json.dumps({"stall_s": self._stall_s, "parent": os.getpid(), "ranks": ranks})
-        # an installed `surefoot` does not look here for modules
+        # an installed `surefoot` does not import modules from this folder
         safe = [] if os.getcwd() in sys.path else ["-P"]
         return subprocess.Popen(
             [sys.executable, *safe, "-m", "surefoot.cli.watch", words],
@@ -132,7 +136,7 @@ class _Watch:
         )
 
     def close(self) -> None:
-        """End the thread, and the process if it has started one."""
+        """End the thread, and the process that detects hangs if this rank started it."""
         self._is_over.set()
         self._thread.join()
         if self._watcher is not None:

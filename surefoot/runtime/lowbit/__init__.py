@@ -12,9 +12,9 @@ from surefoot.core.errors import require_package
 
 @contextmanager
 def torchao(needed_for: str) -> Iterator[None]:
-    """Return a context for imports of torchao, without warnings about other devices' kernels.
+    """Return a context for imports of torchao that hides warnings about kernels of other devices.
 
-    Raises MissingExtra if torchao is not installed.
+    Raises MissingExtra, which names `needed_for`, if torchao is not installed.
     """
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

@@ -1,4 +1,4 @@
-"""The tensors inside a batch, or the inputs or outputs of a module."""
+"""Traversal of the tensors in a batch, or in the inputs or outputs of a module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in tuples, lists, mappings and dataclasses, at any depth, in order."""
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -27,7 +27,10 @@ def map_tensors(
     change: Callable[[Tensor], Tensor],
     other: Callable[[Any], Any] = lambda part: part,
 ) -> Any:
-    """Apply `change` to each tensor in tuples, lists and dicts, `other` to everything else."""
+    """Return a copy of nested tuples, lists and dicts whose tensors are replaced by `change`.
+
+    Every other value inside is replaced by `other`.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):

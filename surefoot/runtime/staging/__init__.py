@@ -1,8 +1,8 @@
 """Reusable host copy of state, so that it can be written to disk while training continues.
 
-Parameters and optimizer state do not change between two optimizer steps: another thread copies them
+Parameters and optimizer state do not change between two optimizer steps. Another thread copies them
 during the next forward and backward pass, and the optimizer step waits only if the copy is not
-done. Memory is bounded by one copy.
+complete. The memory of one copy is needed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from torch import Tensor
 
 
 class Staging:
-    """Host copy of named tensors.
+    """Copy of named tensors in host memory, made while training continues.
 
-    `begin` names the tensors, `copy` runs on another thread, `wait` is called before they change.
+    Call `begin` with the tensors, then `copy` on another thread. Call `wait` before the tensors
+    change.
     """
 
     def __init__(self) -> None:
@@ -30,14 +31,17 @@ class Staging:
         self._copied.set()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> None:
-        """Set the tensors to copy; they must not change until `wait` returns."""
+        """Set the tensors that `copy` copies; they must not change until `wait` returns."""
         self._sources = {name: tensor.detach() for name, tensor in tensors.items()}
         self._versions = {name: tensor._version for name, tensor in tensors.items()}
         self._live = dict(tensors)
         self._copied.clear()
 
     def copy(self) -> dict[str, Tensor]:
-        """Copy the tensors; return contiguous host copies, valid until the next `begin`."""
+        """Copy the tensors of `begin` to host memory; return contiguous copies by name.
+
+        The copies are valid until the next `begin`.
+        """
         try:
             with torch.no_grad():
                 kept = {
@@ -59,18 +63,19 @@ class Staging:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
 
     def wait(self) -> None:
-        """Wait until the tensors may change again."""
+        """Wait until the copy is complete, so that the tensors may change again."""
         self._copied.wait()
 
     def give_up(self) -> None:
-        """Cancel the copy and release callers of `wait`."""
+        """Cancel a copy that has not started, and release callers of `wait`."""
         self._sources = {}
         self._copied.set()
 
     def find_changed(self) -> str | None:
-        """Return the first tensor changed in place during the copy, or None; such a copy is torn.
+        """Return the name of a tensor that was changed in place during the copy; None if none was.
 
-        Must be called after `wait` and before the next optimizer step.
+        Such a copy may mix old and new values. Must be called after `wait` and before the next
+        optimizer step.
         """
         return next(
             (
@@ -82,12 +87,12 @@ class Staging:
         )
 
     def release(self) -> None:
-        """Release the memory of the copies."""
+        """Free the memory of the copies."""
         self._copies = {}
 
 
 def _copy(into: Tensor, source: Tensor) -> None:
-    """Copy on one thread if both are contiguous host memory.
+    """Copy `source` to `into`, on one thread if `source` is contiguous host memory.
 
     torch's copy would wake all threads that the training uses.
     """
