@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from surefoot.components.profiler.tracing import trace
 from surefoot.components.profiler.tracing.analysis import analyze, draw
 from surefoot.core.errors import InputError
-from tests.components.recorded import recorded, write
+from tests.components.recorded import record, recorded, write
 
 __all__ = ["recorded"]  # a fixture
 
@@ -49,6 +50,34 @@ def test_a_trace_that_is_none_is_refused_in_words(tmp_path: Path, recorded: Path
             trace.read(tmp_path / name)
     with pytest.raises(InputError, match="cannot be read"):
         trace.read(tmp_path / "nowhere.json")
+
+
+@pytest.mark.parametrize("damage", [b"\xa0\xc0", b"\x01", b"\xed\xb2\x80"])
+def test_a_name_of_a_deleted_function_costs_that_name_alone(
+    tmp_path: Path, recorded: Path, damage: bytes
+) -> None:
+    text = gzip.decompress(recorded.read_bytes())
+    name = b'"name": "aten::addmm"'
+    assert name in text
+    damaged = tmp_path / "damaged.json.gz"
+    damaged.write_bytes(gzip.compress(text.replace(name, name[:-1] + damage + b'"')))
+    before, after = trace.read(recorded), trace.read(damaged)
+    assert [(each.start_ns, each.end_ns) for each in after.slices] == [
+        (each.start_ns, each.end_ns) for each in before.slices
+    ]
+    assert any(each.name not in {whole.name for whole in before.slices} for each in after.slices)
+
+
+def test_a_window_closes_whatever_names_torch_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names come out of torch as bytes; only its summaries in Python cannot read them."""
+
+    def fail(*given: Any, **options: Any) -> None:
+        raise UnicodeDecodeError("utf-8", b"\xa0", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_parse_kineto_results", fail)
+    assert trace.read(record(tmp_path)).steps
 
 
 ODD = ([], {}, [[1]], "x", None, True, -1, 10**400, 1e308, float("nan"))

@@ -27,7 +27,8 @@ from surefoot.prove.campaigns.probe import ProbedRun
 
 # modules that a run imports late; imported once, in the process that forks the trials
 PRELOADED = (jobs.__name__, "torch._dynamo")
-PATIENCE_S = 60.0  # a trial that takes longer counts as hung
+# a trial that takes longer counts as hung; a busy machine may take minutes for one with ranks
+PATIENCE_S = 240.0
 LOOK_S = 0.01
 STATE = "state.json"
 TIMED = "clock.json"  # the only file of a checkpoint that differs between runs with the same steps

@@ -126,7 +126,8 @@ def _load(path: Path) -> Any:
             f"the trace {path} is longer than {MAX_TEXT_BYTES >> 30} GiB", hint="record fewer steps"
         )
     try:
-        return json.loads(text)
+        # torch writes names of functions that have been deleted as bytes of any kind
+        return json.loads(text.decode(errors="replace"), strict=False)
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
         is_begun = text.lstrip()[:1] in (b"{", b"[")
@@ -134,7 +135,7 @@ def _load(path: Path) -> Any:
         raise InputError(
             f"the trace {path} {what}: {error.msg} at character {error.pos:,}", hint=_HINT
         ) from None
-    except (UnicodeDecodeError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
         raise InputError(
             f"{path} is not a trace of torch.profiler: it is not valid JSON", hint=_HINT
         ) from None

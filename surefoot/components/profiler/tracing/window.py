@@ -37,7 +37,8 @@ SHAPES, STACKS, MEMORY = LEVELS = ("shapes", "stacks", "memory")
 TRACE_FILE, FACTS_FILE = "trace.json.gz", "facts.json"
 MAX_TRACE_BYTES = 50_000_000
 CHECK_EVERY = 20  # recorded steps between two readings of memory
-CLOSING_FACTOR = 60  # closing a window takes 20 to 56 times the memory of recording it
+# closing a window took 14 to 15 times the memory of recording it; twice that, for other models
+CLOSING_FACTOR = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +236,6 @@ class Profiler:
                 record_shapes=SHAPES in self.levels,
                 with_stack=STACKS in self.levels,
                 profile_memory=MEMORY in self.levels,
-                acc_events=True,
             )
 
     def _watch_memory(self) -> None:
