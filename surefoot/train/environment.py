@@ -1,4 +1,4 @@
-"""Process-wide settings that a run changes and restores, and its record of machine and versions."""
+"""Process-wide settings that a run changes and restores, and the description of its machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from surefoot.train.resume.program import Program, find_commit
 
 _DETERMINISM: Any = torch.utils.deterministic
 # malloc.h: blocks smaller than M_MMAP_THRESHOLD come from the heap, and as much as M_TRIM_THRESHOLD
-# may lie free at its end
+# may be free at its end
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 MALLOC_LIMITS = {MMAP_THRESHOLD: 32 << 20, TRIM_THRESHOLD: 256 << 20}
 FUSED_ATTENTION = ("flash", "mem_efficient", "cudnn")  # the kernels beside "math", on every device
@@ -37,7 +37,8 @@ RECORDED_PACKAGES = ("surefoot", "torch", "numpy", "safetensors", "pydantic")
 def apply(spec: RunSpec) -> Callable[[], None]:
     """Set threads, determinism, TF32, attention kernels and cuDNN benchmarking from the spec.
 
-    Returns a function that restores the previous settings.
+    Returns a function that restores the previous settings. The allocator setting of
+    `train.keep_freed_memory` is not restored.
     """
     threads = torch.get_num_threads()
     fill = _DETERMINISM.fill_uninitialized_memory
@@ -69,9 +70,9 @@ def apply(spec: RunSpec) -> Callable[[], None]:
 
 
 def _without_fused_attention() -> Callable[[], None]:
-    """Disable the fused kernels of scaled_dot_product_attention, on the CPU too.
+    """Disable the fused kernels of scaled_dot_product_attention on all devices.
 
-    Returns a function that restores the previous switches.
+    Returns a function that enables those that were enabled before.
     """
     switches: Any = torch.backends.cuda
     were = {name: getattr(switches, f"{name}_sdp_enabled")() for name in FUSED_ATTENTION}
@@ -86,7 +87,7 @@ def _without_fused_attention() -> Callable[[], None]:
 
 
 def why_not_timed(spec: RunSpec, device: str) -> str | None:
-    """Return why cuDNN benchmarks no algorithm despite train.cudnn_benchmark; None if it does."""
+    """Return why `train.cudnn_benchmark` has no effect on `device`; None if it has one."""
     reasons = {
         "cuDNN runs only on GPUs": device != "cuda",
         "train.deterministic does not allow a choice by measured time": spec.train.deterministic,
@@ -98,7 +99,7 @@ def why_not_timed(spec: RunSpec, device: str) -> str | None:
 
 
 def describe_cudnn(spec: RunSpec, device: str) -> list[str]:
-    """Return a message, with the reason, if train.cudnn_benchmark is set and has no effect."""
+    """Return a message with the reason if `train.cudnn_benchmark` is set but has no effect."""
     why = why_not_timed(spec, device) if spec.train.cudnn_benchmark else None
     return [] if why is None else [f"train.cudnn_benchmark has no effect: {why}"]
 
@@ -106,10 +107,10 @@ def describe_cudnn(spec: RunSpec, device: str) -> list[str]:
 def keep_freed_memory() -> bool:
     """Let glibc reuse freed blocks instead of returning them to the system after every step.
 
-    Returns whether the setting took effect. Without it activations of some MiB are mapped again at
-    each step, or cut off the heap and grown again: up to a quarter of a small convnet's step was
-    spent in page faults, in one process and not in the next. If the environment configures an
-    allocator (MALLOC_*, LD_PRELOAD, GLIBC_TUNABLES), nothing is changed. See mallopt(3).
+    Returns whether the setting took effect. Without it, glibc maps blocks of several MiB again in
+    each step. In some processes, the page faults took up to a quarter of the step time of a small
+    convnet. Nothing is changed if the environment configures an allocator (MALLOC_*, LD_PRELOAD,
+    GLIBC_TUNABLES). See mallopt(3).
     """
     if not sys.platform.startswith("linux") or place.has_chosen_allocator():
         return False
@@ -119,10 +120,10 @@ def keep_freed_memory() -> bool:
 def give_back_large_blocks() -> bool:
     """Let glibc return blocks of 4 MiB or more to the system when they are freed.
 
-    Returns whether the setting took effect. Weights that are gathered for one block of the model at
-    a time need this: glibc before 2.38 cannot reuse a free chunk of exactly the size of an aligned
-    block, so that in the end the whole model is in memory. The page faults cost a few percent of
-    such a step.
+    Returns whether the setting took effect. Sharding stage 3, which gathers the weights of one
+    block of the model at a time, needs this. glibc before 2.38 cannot reuse a free chunk of exactly
+    the size of an aligned block, so that in the end the whole model would be in memory. The page
+    faults cost a few percent of the step time.
     """
     if not sys.platform.startswith("linux") or place.has_chosen_allocator():
         return False
@@ -147,7 +148,7 @@ def find_device(name: str) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     here = place.here()
-    # of a run that shrank it may be any of them
+    # a run that lost ranks may continue on any GPU
     if here.world_size == 1 and not 0 < here.local_rank < torch.cuda.device_count():
         return torch.device("cuda")
     if here.local_rank >= torch.cuda.device_count():
@@ -172,8 +173,8 @@ def has_process_group() -> bool:
 def set_seeds(seed: int) -> None:
     """Seed torch, NumPy and Python, so that initial weights are a function of the seed.
 
-    Without an accelerator, only torch's CPU generator is seeded: `torch.manual_seed` would format
-    the stack three times for devices that are not there (0.4 ms), and evaluations seed every batch.
+    Without an accelerator, only torch's CPU generator is seeded. `torch.manual_seed` would spend
+    0.4 ms on devices that do not exist, and evaluations seed every batch.
     """
     if _has_accelerator():
         torch.manual_seed(seed)
@@ -219,7 +220,7 @@ def with_whole_paths(spec: RunSpec) -> RunSpec:
     return spec.replace(**tables) if tables else spec
 
 
-@functools.cache  # asked for at every commit, and 15 ms of reading
+@functools.cache  # called for every checkpoint; reading takes 15 ms
 def versions() -> Mapping[str, str]:
     """Return the versions of Python and of the packages that can change results."""
     found = {"python": sys.version.split()[0]}
@@ -228,7 +229,7 @@ def versions() -> Mapping[str, str]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    # the build too, such as +cu130, which the package's metadata leave out
+    # with the build, such as +cu130, which the metadata of the package omit
     return found | {"torch": str(torch.__version__)}
 
 
@@ -255,7 +256,7 @@ def circumstances(device: str, program: Program) -> dict[str, Any]:
 
 
 def fault(generation: int, found: GuardFault) -> events.Fault:
-    """Return the Fault record of `found`, with this process's rank and host."""
+    """Return the Fault record of `found`, with the rank and the host of this process."""
     here = place.here()
     return events.Fault(
         generation=generation,

@@ -45,15 +45,15 @@ from surefoot.train.record.carried import CarriedState
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8
-DRAWS = 0x6576616C  # sets the draws of evaluations apart from the run's others
+DRAWS = 0x6576616C  # distinguishes the draws of evaluations from other draws
 GRADIENT_HINT = (
     "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or "
     "metrics that compute gradients under `with torch.enable_grad():`"
 )
-# seeded by the last; with the samples of each batch, where known
+# the last argument is the seed; yields each batch with its number of samples, if known
 Reading = Callable[[Source, int, torch.device, Share, int], Iterator[tuple[Batch, int | None]]]
 _Found = TypeVar("_Found")
-Tell = Callable[[int, int | None], None]  # samples done, samples in all where that is known
+Tell = Callable[[int, int | None], None]  # samples done, total or None
 
 
 @dataclass(frozen=True)
@@ -120,19 +120,19 @@ def evaluate(
         task: The task.
         source: The samples.
         split: Name of the split.
-        batch: Samples of a batch.
+        batch: Number of samples per batch.
         device: Device of the model.
         score: Name of the metric that is the score; None for the first metric, or else the loss.
         precision: Number format of the forward pass.
-        tell: Function that is called with the number of samples done and the number of all samples.
-        read: Reader of batches; None for one that reads each batch in this process.
-        group: The ranks.
-        is_even: Run the same number of forward passes on all ranks, which gather weights in them.
+        tell: Function of the number of samples done and the total number, which is None if unknown.
+        read: Reader of batches; None to read each batch in this process when it is needed.
+        group: The ranks that share the samples.
+        is_even: Run equally many forward passes on all ranks, because each pass gathers weights.
         seed: Seed of random draws.
 
     Raises:
         SpecError: If `score` is not a metric of the task.
-        TaskError: If a method of the task returns a value of the wrong kind.
+        TaskError: If a method of the task returns a value of the wrong type.
     """
     started_s = time.perf_counter()
     total, size, num_samples = count_samples(source), _batch_size(source, batch), 0
@@ -186,7 +186,7 @@ def _summarize(
     precision: Compute,
     elapsed_s: float,
 ) -> Evaluation:
-    """Return the result of the merged batches; raises SpecError or TaskError for a bad metric."""
+    """Return the evaluation from merged results. Raises SpecError or TaskError for a bad metric."""
     values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
     chosen, better = _choose(score, merged.metrics)
     for name, (mean, _) in merged.terms.items():
@@ -207,7 +207,10 @@ def _evaluate_batch(
     num_samples: int | None,
     compute: Callable[[], AbstractContextManager[Any]],
 ) -> BatchResult:
-    """Return the terms and metrics of a batch; without a sample count, the loss counts."""
+    """Return the loss terms, the metrics and the number of samples of a batch.
+
+    If `num_samples` is None, the count of the first loss term is used.
+    """
     with compute():
         output, loss = _outcome(model, task, inputs)
     terms = tuple(
@@ -219,18 +222,18 @@ def _evaluate_batch(
 
 
 def count_samples(source: Source) -> int | None:
-    """Return the number of samples of `source`; None for an iterable, which counts in batches."""
+    """Return the number of samples of `source`; None for an iterable, which yields batches."""
     return None if isinstance(source, Iterated) else len(source)
 
 
 def _count_of(terms: tuple[tuple[str, Tensor, Any, float], ...]) -> int:
-    """Return the number of items that the loss counted; for batches of unknown sample count."""
+    """Return the count of the first loss term, rounded; 0 without terms."""
     count = float(terms[0][2]) if terms else 0.0
     return round(count) if math.isfinite(count) else 0
 
 
 def _generators_kept(source: Source) -> AbstractContextManager[None]:
-    """Return a context that restores the loader's generators, which training may share."""
+    """Return a context that restores the loader's random generators, which training may use."""
     keep = getattr(source, "keep_generators", None)
     kept: AbstractContextManager[None] = nullcontext() if keep is None else keep()
     return kept
@@ -249,19 +252,22 @@ def count_batches(
 ) -> Iterator[tuple[Batch, int | None]]:
     """Yield every sample of `source` once, in order, in batches with their sample counts.
 
-    A count is None if it is not known. The global random streams are seeded before each batch as in
-    an evaluation with `key`.
+    A count is None if it is not known. The global random generators are seeded before each batch,
+    as in an evaluation with `key`.
     """
     return seed_each(_count_batches(source, _batch_size(source, batch), device, WHOLE, key), key)
 
 
 def evaluation_key(seed: int, split: str) -> int:
-    """Return the key from which the random streams of an evaluation of `split` are derived."""
+    """Return the key from which the random generators of an evaluation of `split` are seeded."""
     return derive(seed, *split.encode(), DRAWS)
 
 
 def seed_each(found: Iterator[_Found], key: int, share: Share = WHOLE) -> Iterator[_Found]:
-    """Yield the items of `found`; seed the global random streams before each by batch index."""
+    """Yield the items of `found`; seed the global random generators before each one is yielded.
+
+    The seed depends on `key` and on the index of the item among the items of all ranks.
+    """
     for number, each in enumerate(found):
         set_seeds(derive(key, number * share.size + share.rank) >> 1)
         yield each
@@ -283,7 +289,7 @@ def _count_batches(
 
 
 def _batch_size(source: Source, batch: int) -> int:
-    return batch if source.guarantee == "proven" else 1  # what is read forwards gives whole batches
+    return batch if source.guarantee == "proven" else 1  # a sequential source returns whole batches
 
 
 def try_out(
@@ -317,7 +323,7 @@ def try_out(
         )
 
     try:
-        # its workers, until they are needed
+        # ends the workers of the iterable until they are needed
         with closing(source) if isinstance(source, Iterated) else nullcontext():
             if isinstance(source, Iterated):
                 return tried(1)
@@ -351,7 +357,7 @@ class _Few:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        # what a forward pass writes into it must not stay in the data
+        # a forward pass may write into its inputs; the data must not change
         return copy_of(self._source.read(ids))
 
     def describe(self) -> str:
@@ -365,8 +371,8 @@ class _Few:
 def _outcome(model: nn.Module, task: ResolvedTask, inputs: Batch) -> tuple[Output, Loss | None]:
     """Return the output of one forward pass and its loss.
 
-    The loss is None if the task has no `loss`, both are None if it has no `forward`: the metrics
-    alone then evaluate the task.
+    The loss is None if the task has no `loss`. Both are None if it has no `forward`; then only
+    metrics evaluate the task.
     """
     one = task.task
     if callable(getattr(one, "forward", None)):

@@ -25,25 +25,25 @@ from surefoot.train.resume.program import Program, tell_versions
 SPEC_FILE = spec_file.FILE
 DRAFT_FILE = files.draft_of(SPEC_FILE)
 MIN_FREE_BYTES = 1 << 20
-MAX_TRIES = 100  # launchers that take the same new name at the same moment
+MAX_TRIES = 100  # attempts to find a new name that no other launcher takes
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Folder of a run, and what it contains.
+    """Folder that was chosen for a run, and facts about earlier attempts in it.
 
     Args:
         folder: The folder.
         is_again: Whether the folder holds an attempt at the run.
         notes: Notes for the user.
-        is_numbered: Whether the name is new; it is then claimed by creating the folder, so that two
-            launchers never use the same one.
+        is_numbered: Whether the name was made for this run; creating the folder then fails if it
+            exists, so that two launchers never use the same folder.
         generation: Number of the newest attempt.
         data_digest: Digest of the training data of the newest attempt.
         parent: Checkpoint of a different run from which the first attempt started.
         stated: Tables of the spec of the newest attempt.
         done: Outcome and cause of a run that has nothing left to train; None for any other run.
-        done_after: Last step of such a run.
+        done_after: Last step of a run that has nothing left to train.
         damaged: Messages on lines of the log that cannot be read, and on missing records.
     """
 
@@ -67,16 +67,19 @@ class Chosen:
 
 
 def make_absolute(path: Path) -> Callable[[], Path]:
-    """Return a function that gives `path` as long as the working folder does not change.
+    """Return a function that returns `path` as long as the working folder does not change.
 
-    After a change the function gives the absolute path of the same folder.
+    After a change the function returns the absolute path of the same folder.
     """
     base = Path.cwd()
     return lambda: path if path.is_absolute() or Path.cwd() == base else base / path
 
 
 class RunFolderRequest:
-    """Requested run folder, None for a new one below runs/; fixed when the object is made."""
+    """Requested run folder; None for a new folder in runs/.
+
+    Relative paths refer to the working folder at the time when the object was created.
+    """
 
     def __init__(self, path: str | Path | None) -> None:
         self._path = None if path is None else make_absolute(Path(path))
@@ -246,7 +249,7 @@ def _chosen_without_log(
     if _is_new_fork(wanted, names, spec_id):
         note = f"{wanted} is a fork that was interrupted as it started: resuming it"
         return Chosen(wanted, True, (note,))
-    # whose owner the lock will name
+    # if the lock is held, the error of the lock names its owner
     if not _is_barely_begun(wanted, names) and not is_held(wanted):
         raise _no_run(wanted, names)
     if {SPEC_FILE, manifest.FOLDER} <= {*names} and not is_fork and not is_held(wanted):
@@ -280,14 +283,14 @@ def _check_no_links(folder: Path) -> None:
 def _describe_state(ended: Ended | None, *, is_done: bool) -> str:
     if is_done and ended is not None:
         return f"is {ended.outcome} ({ended.cause}): nothing is left to train"
-    # a loop of the user's own, which says itself how long it is
+    # the length of a user's own loop is not known
     if ended is not None and ended.outcome == "finished":
         return f"was finished ({ended.cause}): training continues after its last step"
     return "is unfinished: resuming it"
 
 
 def _no_run(folder: Path, names: Collection[str]) -> RunFolderError:
-    """Return the error, with a remedy, for a folder that holds something else or lost its log."""
+    """Return the error for a folder that is not a run folder, or whose log is missing."""
     if SPEC_FILE in names and manifest.steps(folder):
         return RunFolderError(
             f"{folder} has checkpoints and no {events.FILE}: without that log no run "
@@ -366,7 +369,11 @@ def _check_writable(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _LockedFolder:
-    """Locked run folder, the names it held before, and folders created for it, innermost first."""
+    """Locked run folder.
+
+    `there` holds the names of the files that were in it before, `created` the folders that were
+    created for it, innermost first.
+    """
 
     chosen: Chosen
     lock: RunLock
@@ -374,9 +381,9 @@ class _LockedFolder:
     created: tuple[Path, ...]
 
     def give_back(self, old_spec: bytes | None = None) -> None:
-        """Remove the files and folders that opening the run folder made; restore `old_spec`.
+        """Remove the files and folders that were created for the run, and release the lock.
 
-        Releases the lock.
+        If `old_spec` is given, it is written to `spec.toml` again.
         """
         with contextlib.suppress(OSError):
             if old_spec is not None and files.read_bytes(self.chosen.folder, SPEC_FILE) != old_spec:
@@ -400,14 +407,14 @@ def acquire_run_folder(
     mine = _take(choice)
     before: bytes | None = None
     try:
-        if not mine.chosen.is_again:  # that of an attempt which was killed before its log
+        if not mine.chosen.is_again:  # from an attempt that was killed before it wrote its log
             (mine.chosen.folder / ledger.FILE).unlink(missing_ok=True)
         if spec is not None:
             if (mine.chosen.folder / SPEC_FILE).is_file():
                 before = files.read_bytes(mine.chosen.folder, SPEC_FILE)
             _write_spec(mine.chosen.folder, spec_file.write(spec).encode())
         for path in (mine.chosen.folder, *(made.parent for made in mine.created)):
-            checkpoint.sync_folder(path)  # a commit is durable only if the run's own entry is
+            checkpoint.sync_folder(path)  # checkpoints are durable only if the folder is
         yield replace(mine.chosen, notes=(*mine.chosen.notes, *describe_missing_lock())), mine.lock
     except (OSError, StorageError) as error:
         mine.give_back(before)
@@ -467,9 +474,10 @@ def _is_still_chosen(chosen: Chosen, choice: Callable[[], Chosen]) -> bool:
 
 
 def announce_fork(folder: Path, spec: RunSpec) -> None:
-    """Write the spec of a fork after its empty checkpoints folder.
+    """Create the empty checkpoints folder of a fork, then write its spec.
 
-    That order distinguishes a fork from a new run, whose spec comes before its checkpoints folder.
+    That order distinguishes a fork from a new run, whose spec is written before its checkpoints
+    folder.
     """
     files.make_folder(folder, manifest.FOLDER)
     checkpoint.sync_folder(folder)
@@ -477,5 +485,5 @@ def announce_fork(folder: Path, spec: RunSpec) -> None:
 
 
 def _write_spec(folder: Path, text: bytes) -> None:
-    """Write the spec to a temporary file and rename it: a full disk cannot empty an older spec."""
+    """Write the spec and rename the file into place: a full disk cannot empty an older spec."""
     files.write_whole(folder, SPEC_FILE, text, sync=True)

@@ -1,4 +1,4 @@
-"""Use the saved weights of a run: load the model, evaluate it, write its outputs, export it."""
+"""Use of the saved weights of a run: load the model, evaluate it, write its outputs, export it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from surefoot.train.record.outputs import Outputs
 from surefoot.train.step.reading import read_split
 
 ENDINGS = (".safetensors", ".npz")
-# two sizes show that the batch of a graph is free; 1 would be taken for a constant
+# two sizes, so that the batch dimension is dynamic; a size of 1 would become a constant
 EXPORT_BATCHES = (4, 3)
 
 
@@ -79,9 +79,10 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
 def load_with_task(
     run: Path, step: int | str = "best", *, data: str | None = None, use: str | None = None
 ) -> tuple[nn.Module, ResolvedTask, RunSpec, int]:
-    """Return the model, the task, the spec and the number of the chosen step.
+    """Return the model with the weights of a step, the task, the spec and the number of the step.
 
-    `use` names the task if it can no longer be imported under the name in the spec.
+    `data` is the current data folder, if it has moved. `use` is the current name of the task, if it
+    can no longer be imported under the name in the spec.
     """
     found = _find_step(run, step)
     origin = spec_file.read_of_run(
@@ -102,8 +103,8 @@ def load_with_task(
 def _build(task: ResolvedTask, spec: RunSpec) -> nn.Module:
     """Return the model in the dtypes in which its weights were saved.
 
-    Weights with fp32 masters are saved in fp32; frozen weights are saved as stored, and widened on
-    loading.
+    Weights with fp32 masters are saved in fp32. Frozen weights are saved as stored, and converted
+    to the wider dtype on loading.
     """
     model = build_model(spec, task)
     if spec.precision.master == "none":
@@ -127,16 +128,16 @@ def evaluate_run(
     quiet: bool = True,
     use: str | None = None,
 ) -> tuple[list[Evaluation], int]:
-    """Evaluate the weights of `step` on `split` in the run's precision, and in fp32 if `fp32`.
+    """Evaluate the weights of `step` on `split` in the run's precision, with `fp32` in fp32 too.
 
-    Returns the results and the number of the chosen step.
+    Returns the results and the number of the step that was chosen.
     """
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
     source = read_split(task, name)
     own = _own_precision(run, spec)
-    wide = copy.deepcopy(model) if own == "float8" and fp32 else model  # float8 stays in its layers
+    wide = copy.deepcopy(model) if own == "float8" and fp32 else model  # layers are changed
     set_storage(model, spec, with_masters=False)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
         results = [
@@ -158,9 +159,9 @@ def evaluate_run(
 
 
 def _own_precision(run: Path, spec: RunSpec) -> Compute:
-    """Return the precision that the run computed in, as far as a CPU supports it.
+    """Return the precision in which the run computed, as far as a CPU supports it.
 
-    "auto" is resolved to the choice of the newest attempt; tf32 becomes fp32.
+    "auto" is replaced by the choice of the newest attempt, "tf32" by "fp32".
     """
     compute: Any = spec.precision.compute
     if compute == "auto":
@@ -183,9 +184,10 @@ def predict_run(
     quiet: bool = True,
     use: str | None = None,
 ) -> tuple[Path, dict[str, tuple[int, ...]], int]:
-    """Write the model outputs for a split; return the file, the shape of each array, and the step.
+    """Write the model outputs for a split to a file.
 
-    Raises InputError for an output file or a split name that is not allowed or cannot be written.
+    Returns the file, the shape of each array, and the number of the step. Raises InputError for an
+    output file or a split name that is not allowed, and for a file that cannot be written.
     """
     if output is not None and output.suffix not in ENDINGS:
         raise InputError(
@@ -247,9 +249,10 @@ def predict_run(
 def _check_first(
     source: Source, count: int | None, forward: Callable[[Any], Any], outputs: Outputs
 ) -> None:
-    """Run the first batch with one sample less to find which dimension is the batch dimension.
+    """Run the first batch again with one sample less, to check that dimension 0 is the batch.
 
-    Does so only if another dimension of an output is as long as the batch.
+    This is done only if a different dimension of an output is as long as the batch. Raises
+    TaskError if dimension 0 is not the batch.
     """
     if source.guarantee != "proven" or not count or count < 2 or not outputs.is_ambiguous(count):
         return
@@ -263,10 +266,10 @@ def _check_first(
 def export_run(
     run: Path, step: str, to: Path, kind: str | None, data: str | None, *, use: str | None = None
 ) -> tuple[export.ExportResult, int]:
-    """Export the model of a run to a different format; return the result and the step.
+    """Export the model of a run to a different format; return the result and the step number.
 
-    Raises InputError for an unknown format, or a target that exists or is in the run's checkpoints
-    folder; StorageError if the file cannot be written.
+    Raises InputError for an unknown format, or for a target that exists or is in the checkpoints
+    folder of the run. Raises StorageError if the file cannot be written.
     """
     chosen = kind or export.ENDINGS.get(to.suffix)
     if chosen not in export.ENDINGS.values():
@@ -284,7 +287,7 @@ def export_run(
             hint="give another --to",
         )
     with _raise_if_unwritten(to):
-        to.with_name(f"{DRAFT}{to.name}").touch()  # refused now, and not after the work
+        to.with_name(f"{DRAFT}{to.name}").touch()  # fails before the work
     try:
         return _export(run, step, to, cast("export.Format", chosen), data, use)
     finally:
@@ -330,7 +333,7 @@ def _raise_if_unwritten(path: Path) -> Iterator[None]:
 
 
 def check_weights_fit(place: Path, spec: RunSpec, weights: dict[str, Tensor]) -> None:
-    """Raise RunFolderError unless names and shapes of `weights` are those of the model.
+    """Raise RunFolderError unless `weights` have the names and shapes of the model's weights.
 
     The error lists both.
     """

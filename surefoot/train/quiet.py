@@ -1,4 +1,4 @@
-"""Run a model without side effects: mode, buffers, attributes, task state and random streams."""
+"""Run a model without side effects on its state, the task's state and the random generators."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def preserve_state(
 ) -> Iterator[None]:
     """Disable gradients and set evaluation mode inside the context; restore all state at its end.
 
-    With `evaluates` false the modules keep their modes. The modes, buffers and attributes of
-    modules, weights that a forward pass changes (`max_norm`), the task's `state()` and the random
-    streams are restored. Raises TaskError if `state()` holds an object that cannot be restored in
-    place.
+    With `evaluates` false, the modules keep their training or evaluation mode. The state comprises
+    the modes, buffers and attributes of modules, the weights that a forward pass changes
+    (`max_norm`), the entries of the task's `state()`, and the random generators. Raises TaskError
+    if `state()` holds an object that cannot be restored in place.
     """
     modes = [(module, module.training) for module in model.modules()]
     registered = [(module, dict(module._buffers)) for module in model.modules()]
@@ -65,7 +65,7 @@ def preserve_state(
             for name, buffer, kept in buffers:
                 checkpoint.fill(name, buffer, kept)
             for module, held_there in registered:
-                # a module may have put another tensor in the place of one, or of None
+                # a module may have replaced a buffer, or None, by a different tensor
                 module._buffers.clear()
                 module._buffers.update(held_there)
             for weight, kept in renormed:
@@ -81,10 +81,10 @@ def preserve_state(
 
 
 def set_modes(model: nn.Module) -> list[str]:
-    """Set training mode on a model that is in evaluation mode as a whole; return notes.
+    """Set training mode if the model itself is in evaluation mode; return notes.
 
-    `from_pretrained` returns such a model. Single modules that `model()` set to evaluation mode
-    stay so.
+    `from_pretrained` returns such a model. If the model is in training mode, submodules that
+    `model()` set to evaluation mode stay so.
     """
     if not model.training:
         model.train()
@@ -100,7 +100,7 @@ def set_modes(model: nn.Module) -> list[str]:
 
 
 def read_streams() -> tuple[Any, ...]:
-    """Return the states of the global random streams (torch, NumPy, Python) for a comparison."""
+    """Return the states of the global generators (torch, NumPy, Python), for a comparison."""
     name, numbers, *place = np.random.get_state()  # noqa: NPY002 - the user's stream
     states = torch.get_rng_state(), *cuda_states()
     of_torch = [each.numpy().tobytes() for each in states]

@@ -50,7 +50,7 @@ class Run:
         accept_code_change: Resume although the task's code has changed.
         accept_data: Resume although the data differ from those trained on.
         quiet: Show no progress.
-        start: Checkpoint of another run, from which this run starts.
+        start: Checkpoint of a different run, from which this run starts.
 
     Raises:
         InputError: Before anything is written.
@@ -96,7 +96,7 @@ class Run:
         return self
 
     def _begin(self) -> None:
-        heard: list[str] = []  # of how they are joined
+        heard: list[str] = []  # messages on the connection of the ranks
         self.group = group = self._opened.enter_context(together.join_ranks(self.spec, heard))
         self._mesh = together.make_mesh(group, self.spec)
         made = group.settle(self._prepare)
@@ -112,7 +112,7 @@ class Run:
         self._clock.switch(phases.OTHER)
 
     def _prepare(self) -> PreparedRun:
-        """Prepare the run on this rank; write nothing."""
+        """Build and check the run on this rank; write nothing."""
         made = prepare(
             self.spec,
             self._given_task,
@@ -181,7 +181,7 @@ class Run:
             self._on_save(saved)
 
     def _resume(self, chosen: folder.Chosen) -> list[str]:
-        """Resume from the newest whole checkpoint, if any; return messages on damaged ones."""
+        """Resume from the newest undamaged checkpoint, if any; return messages on damage."""
         if not chosen.is_again and self.spec.checkpoint.store is None:
             return []
         if chosen.is_again:
@@ -194,7 +194,7 @@ class Run:
         return troubles
 
     def _take(self, step: int, saved: Mapping[str, Any]) -> None:
-        """Restore counters, scores, guard and loader from `saved`, the state after `step`."""
+        """Restore counters, scores, checks and loader from `saved`, the state after `step`."""
         with checkpoint.as_run_folder_errors(f"the state after step {step:,}"):
             self.step = step
             self.num_samples = int(saved["num_samples"])
@@ -209,7 +209,7 @@ class Run:
         self._is_taken = True
 
     def _begin_with(self, start: Start, chosen: folder.Chosen) -> RunStart:
-        """Load another run's checkpoint. Raises RunFolderError on a misfit or a used folder."""
+        """Load `start`. Raises RunFolderError if it does not fit or the folder holds a run."""
         if chosen.is_again:
             raise RunFolderError(
                 f"{self.folder} already holds a run, and stays unchanged",
@@ -227,7 +227,7 @@ class Run:
         return begun
 
     def _commit_first(self, begun: RunStart) -> list[checkpoint.SaveResult]:
-        """Save the initial state before any record: a kill leaves a fork or no run at all."""
+        """Save the initial state before the first record, so that a killed fork can resume."""
         clock, done = self._scores.clock(self.training_s), list[checkpoint.SaveResult]()
         self._keeper.saved_step = -1
         if self.group.is_first:
@@ -247,12 +247,12 @@ class Run:
         self._owner.check("this run")
 
     def steps(self) -> Iterator[StepReport]:
-        """Yield a StepReport per optimizer step until the spec's length or a stop."""
+        """Take the steps of the run and yield a StepReport after each, until its end or a stop."""
         self._check_begun()
         stepper, total = self.assembly.engine.stepper, self.assembly.course.total_steps
         ends_window = self._ends_window
         if (owed := self._scores.take_owed()) is not None:
-            self._keeper.saved_step = 0  # this step's commit is without it
+            self._keeper.saved_step = 0  # so that the step is saved again, with it
             self.evaluate(owed)
         self._first_step = self.step + 1
         self._meter.restart_clock()
@@ -277,11 +277,11 @@ class Run:
                 tell_dtypes(self.assembly, self._telling, number)
             self.profiling.step_done(report)
             yield report
-            # a process that the loop's body forks may come back here, too
+            # a process that the loop body has forked may also return to this line
             if not (self._is_open and self._owner.is_here):
                 self._check_begun()
             if self._keeper.is_due(number):
-                # after the reader had the step: an evaluation of it belongs to its weights
+                # after the loop body: its evaluation of this step is saved with the weights
                 self._commit()
             else:
                 self._keeper.settle(self._on_save)
@@ -318,7 +318,7 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Run folder as given; its absolute path once the working folder has changed."""
+        """Path of the run folder as given; absolute if the working folder has changed since."""
         return self._folder()
 
     @property
@@ -342,11 +342,11 @@ class Run:
 
     @property
     def evaluation_due(self) -> bool:
-        """True if the spec asks for an evaluation after this step: periodic or at the end."""
+        """True if an evaluation is due after this step, by the spec's interval or at the end."""
         return self._scores.is_due(self.step) or self.step == self.assembly.course.total_steps
 
     def evaluate(self, split: str | None = None) -> Evaluation:
-        """Evaluate this step's weights on `split` (default: the spec's); save them if best."""
+        """Evaluate the current weights on `split` (default: the spec's); save them if best."""
         self._check_begun()
         with self._clock.within(phases.EVALUATION):
             return self._evaluate(split or self.spec.evaluate.split)
@@ -380,14 +380,14 @@ class Run:
         return result
 
     def _evaluating(self, split: str, done: int, total: int | None) -> None:
-        """Report progress; exit after SIGTERM, since the scheduler kills the process soon."""
+        """Print progress; exit after SIGTERM, since the scheduler kills the process soon."""
         if self.group.is_alone and self._stops.is_preempted:
             raise SystemExit(self._stops.exit_code)
         self._telling.console.evaluating(split, done, total)
 
     def _averaged_weights(self) -> Any:
         with self._clock.within(phases.CHECKPOINT):
-            self._keeper.before_update()  # the average takes the place of the weights
+            self._keeper.before_update()  # the weights are about to be swapped with the average
         average = self.assembly.engine.average
         return torch.no_grad() if average is None else average.swapped_in()
 
@@ -398,12 +398,12 @@ class Run:
         self._wait_for_save()
 
     def _wait_for_save(self) -> None:
-        """Wait until the save in flight is on disk or has failed."""
+        """Wait until the save in the background is on disk or has failed."""
         with self._clock.within(phases.CHECKPOINT):
             self._keeper.settle(self._on_save, wait=True)
 
     def _commit(self, **how: bool) -> None:
-        """Save a checkpoint; a storage error cancels this save and does not end the run."""
+        """Save a checkpoint; a storage error ends the run only after `checkpoint.max_unsaved`."""
         if self._lock.is_lost():
             raise StorageError(self._lock.describe_loss(), hint="this attempt ends here")
         self._close_window()
@@ -424,7 +424,7 @@ class Run:
         return self._keeper.digests(self._counters())
 
     def _counters(self) -> dict[str, Any]:
-        """Return the counters and loader state that a checkpoint stores beside the objects."""
+        """Return the counters and loader state that a checkpoint stores beside the model."""
         return {
             "num_samples": self.num_samples,
             "scores": self._scores.state(),
@@ -449,8 +449,8 @@ class Run:
         trace: TracebackType | None,
     ) -> None:
         if not self._owner.is_here:
-            return  # the process that opened it ends it
-        self._clock.switch(phases.OTHER)  # whatever an error broke off
+            return  # only the process that opened the run ends it
+        self._clock.switch(phases.OTHER)  # an error may have interrupted any phase
         try:
             if error is None and self.step:
                 self._commit(last=True)
@@ -466,7 +466,7 @@ class Run:
                 self._end(error)
 
     def _end(self, error: BaseException | None) -> None:
-        """Write the Ended record; raise a failure to write it only if `error` is None."""
+        """Write the Ended record; an error in writing it is raised only if `error` is None."""
         ending = self._stops.ending(error, self.step, self.assembly.course.total_steps)
         self.outcome, self.cause, self.exit_code = ending
         script.record(self.folder, self.exit_code if self.outcome == "interrupted" else EXIT_OK)
@@ -474,7 +474,7 @@ class Run:
             return  # the log belongs to a later attempt, or is gone
         try:
             if error is not None:
-                # the steps since the last record; the error to tell is the first one
+                # records the steps since the last record; `error` is the one to report
                 with suppress(Exception):
                     self._close_window()
             self._telling.end(self.step)
@@ -491,7 +491,7 @@ class Run:
 
 
 def drive(run: Run) -> None:
-    """Take all steps of an entered run; evaluate when the spec asks for it, and at the end."""
+    """Take all steps of an open run; evaluate at the interval of the spec and at the end."""
     for _ in run.steps():
         if run.evaluation_due:
             run.evaluate()

@@ -1,4 +1,4 @@
-"""Data: sources of samples, the sample order, and the keys of augmentation."""
+"""Data sources, the sample order, and the random draws of augmentation."""
 
 from surefoot.core.old_homes import moved_to
 

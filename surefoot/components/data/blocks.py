@@ -1,10 +1,11 @@
-"""Shuffled order for samples in shards, which needs only a few shards at a time.
+"""Shuffled order of samples in shards, which needs only a few shards at a time.
 
-Like the full permutation, the order is pure arithmetic. It has two levels: the shards are permuted,
-each `window` consecutive shards of that order form a block, and the samples of a block are
-permuted. A reader needs the shards of one block, and may download those of the next meanwhile.
-`measure_mixing` reports the cost: two adjacent samples of the order come from the same shard about
-once in `window` pairs, with the full permutation about once in as many pairs as there are shards.
+Like the full permutation, the order is a pure function of seed and position. It has two levels. The
+shards are permuted, and each `window` consecutive shards form a block. Then the samples of each
+block are permuted. A reader needs only the shards of one block, and can download those of the next
+block in the meantime. The cost is weaker mixing, which `measure_mixing` measures: two adjacent
+samples are from the same shard with a probability of about 1 / window, instead of 1 / number of
+shards.
 """
 
 # S shards, N samples
@@ -25,10 +26,10 @@ MAX_CACHED = 4  # cached permutations of blocks: a batch spans one or two
 
 @final
 class BlockShuffle:
-    """Shuffled order of the samples in shards of `sizes`; it looks up any position in O(log S).
+    """Shuffled order of the samples in S shards, which looks up any position in O(log S).
 
-    The numbers of the samples continue from shard to shard. Call the object with positions, like a
-    `Permutation`: it returns the samples at these positions. Each sample occurs once.
+    Call the object with positions, like a `Permutation`: it returns the samples at these positions.
+    Samples are numbered consecutively from shard to shard, and each occurs once.
 
     Args:
         sizes: Number of samples of each of the S shards.
@@ -38,7 +39,7 @@ class BlockShuffle:
             permutation.
 
     Raises:
-        DataError: For empty shards, and for a window under 1.
+        DataError: If a shard is empty, or if the window is under 1.
 
     >>> BlockShuffle([2, 2, 2], key=0, window=1)(np.arange(6)).tolist()
     [1, 0, 3, 2, 5, 4]
@@ -83,16 +84,20 @@ class BlockShuffle:
         return samples.reshape(positions.shape)
 
     def blocks(self) -> list[list[int]]:
-        """Return the shards of each block, in order; a reader needs a whole block at once."""
+        """Return the shards of each block, in reading order.
+
+        A reader needs all shards of a block at the same time.
+        """
         return [
             self.shards[start : start + self.window].tolist()
             for start in range(0, len(self.shards), self.window)
         ]
 
     def look_ahead_bytes(self, num_bytes: Sequence[int]) -> tuple[int, int]:
-        """Return the most bytes needed at once, without and with the next block prefetched.
+        """Return the maximum bytes of one block, and of two consecutive blocks.
 
-        `num_bytes` is the size of each shard.
+        The second number is needed if the next block is downloaded in advance. `num_bytes` has the
+        size of each shard.
         """
         held = [sum(num_bytes[shard] for shard in block) for block in self.blocks()]
         return max(held), max(one + other for one, other in zip(held, [*held[1:], 0], strict=True))
@@ -108,13 +113,13 @@ class BlockShuffle:
 
 @dataclass(frozen=True)
 class Order:
-    """Sample order of a whole run: a new permutation of `n` samples in each epoch.
+    """Sample order of a run: a new permutation of `n` samples in each epoch.
 
     Args:
         n: Number of samples.
         seed: Seed of the permutations.
         shuffle: False for the order 0..n-1 in each epoch.
-        chunk: Number of consecutive samples of a chunk, the shard of a `BlockShuffle`.
+        chunk: Number of consecutive samples in a chunk. A `BlockShuffle` uses chunks as its shards.
         window: Number of chunks that are mixed at a time; 0 for a full permutation.
     """
 
@@ -125,7 +130,7 @@ class Order:
     window: int = 0
 
     def permutation(self, epoch: int) -> Permutation | BlockShuffle | None:
-        """Return a function from positions of `epoch` to samples; None without shuffling."""
+        """Return a function from positions in `epoch` to samples; None without shuffling."""
         if not self.shuffle:
             return None
         key = derive(self.seed, 1, epoch)
@@ -141,7 +146,10 @@ class Order:
         return positions if permutation is None else permutation(positions)
 
     def chunks(self, epoch: int) -> np.ndarray:
-        """Return the first and last sample of each chunk, (chunks, 2), in reading order."""
+        """Return the first and last sample of each chunk, (chunks, 2), in reading order.
+
+        The order must be shuffled and have a `window`.
+        """
         permutation = self.permutation(epoch)
         assert isinstance(permutation, BlockShuffle)
         first = permutation.shards * self.chunk
@@ -150,11 +158,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Mixing:
-    """Measures of mixing; a full permutation of many samples has 1, 0 and 1 / shards.
+    """Measures of how well an order mixes the samples of shards.
 
-    `displacement`: mean distance between the position and the index of a sample, relative to that
-    of the full permutation. `correlation`: of the indices of adjacent samples. `same_shard`: share
-    of adjacent samples that are in one shard, about 1 / window.
+    `displacement` is the mean distance between the position and the number of a sample, relative to
+    that of the full permutation. `correlation` is that of the numbers of adjacent samples.
+    `same_shard` is the share of adjacent samples that are in the same shard, about 1 / window. A
+    full permutation of many samples has 1, 0 and 1 / shards.
     """
 
     displacement: float
@@ -163,14 +172,14 @@ class Mixing:
 
 
 def measure_mixing(samples: np.ndarray, sizes: Sequence[int]) -> Mixing:
-    """Measure how a whole order mixes the samples of shards.
+    """Measure how well an order mixes the samples of shards.
 
     Args:
         samples: The samples in the order in which they are read, (N,) int64.
         sizes: Number of samples of each shard.
 
     Raises:
-        DataError: For fewer than 3 samples, or for a different number than the shards hold.
+        DataError: If there are fewer than 3 samples, or if their number is not the sum of `sizes`.
     """
     count = len(samples)
     if count < 3 or count != sum(sizes):

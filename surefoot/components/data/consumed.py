@@ -1,6 +1,8 @@
 """Comparison of a run's ledger with its plan.
 
-The ledger must hold every step once, in order, with the samples that the data order gives.
+The ledger is the record of the samples that each step consumed; the plan has the settings that
+determine these samples. The ledger must contain each step once, in order, with the samples that
+follow from the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ SEARCHED = 1 << 20  # positions of an epoch computed at once
 
 
 class Use(NamedTuple):
-    """Step and epoch in which a sample was consumed; epochs count from 1."""
+    """Step and epoch in which a sample was consumed, both counted from 1."""
 
     step: int
     epoch: int
@@ -31,12 +33,13 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ConsumedCheck:
-    """Steps and samples that a run consumed, up to step `last`, and the faults of its ledger.
+    """Result of comparing the ledger of a run with its plan.
 
-    `attempts` are the generations of the run, `num_overruled` the rows of steps that were repeated
-    later. `after` is the step after which a fork's plan begins, 0 if the ledger begins with the
-    first step. `torn_bytes` is the size of an incomplete row at the end, which a killed process
-    leaves.
+    The ledger ends with step `last`; `num_samples` and `epochs` are what the run consumed.
+    `attempts` are the numbers of the run's attempts. `num_overruled` counts the rows of steps that
+    a later attempt repeated. `after` is the last step before the plan begins, in a fork of another
+    run; otherwise it is 0. `torn_bytes` is the size of an incomplete last row, which a killed
+    process leaves. Without `faults`, the ledger agrees with the plan.
     """
 
     plan: Plan
@@ -56,7 +59,7 @@ class ConsumedCheck:
 
 
 def check(run: Path) -> ConsumedCheck:
-    """Read the ledger of `run` and compare every step with the plan.
+    """Compare every step in the ledger of the run folder `run` with the plan.
 
     Raises RunFolderError for a folder without a ledger.
     """
@@ -88,9 +91,10 @@ def check(run: Path) -> ConsumedCheck:
 
 
 def find_sample(run: Path, sample: int) -> list[Use]:
-    """Return the steps that consumed `sample`, without those that were repeated later.
+    """Return each step of the run that consumed sample `sample`.
 
-    Raises RunFolderError for a sample that the data set does not have.
+    Steps that were discarded by a restart from an earlier step are left out. Raises RunFolderError
+    for a sample that the data set does not have.
     """
     plan = ledger.read_plan(run)
     if not 0 <= sample < plan.samples:
@@ -110,8 +114,9 @@ def find_sample(run: Path, sample: int) -> list[Use]:
 
 
 def make_feed_of_plan(plan: Plan) -> Feed:
-    """Return the `Feed` (batch sampler) that `plan` describes; it has no source, so it cannot read
-    samples.
+    """Return the `Feed` (batch sampler) that `plan` describes.
+
+    It has no source, so it cannot read samples.
     """
     order = Order(
         plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window
@@ -122,7 +127,7 @@ def make_feed_of_plan(plan: Plan) -> Feed:
 
 
 def plan_of(feed: Feed) -> Plan:
-    """Return the plan of a feed: the settings that decide which samples each step consumes."""
+    """Return the plan of a feed: the settings that determine which samples each step consumes."""
     order = feed.order
     return Plan(
         samples=order.n,
@@ -137,7 +142,7 @@ def plan_of(feed: Feed) -> Plan:
 
 
 def _position(feed: Feed, epoch: int, sample: int) -> int | None:
-    """Return the position of a sample in an epoch; None if its short last batch is dropped."""
+    """Return the position of a sample in an epoch; None if it is in the last batch, and dropped."""
     end = feed.order.n - feed.dropped
     for start in range(0, end, SEARCHED):
         hits = np.flatnonzero(feed.order.ids(epoch, start, min(start + SEARCHED, end)) == sample)
@@ -147,7 +152,10 @@ def _position(feed: Feed, epoch: int, sample: int) -> int | None:
 
 
 def _samples(feed: Feed, steps: set[int]) -> int:
-    """Return the number of samples in `steps`; the last step of an epoch may have fewer."""
+    """Return the total number of samples in the given steps.
+
+    The last step of an epoch may have fewer samples.
+    """
     return sum(feed.samples_after(step) - feed.samples_after(step - 1) for step in steps)
 
 
@@ -160,9 +168,10 @@ def _epochs(feed: Feed, steps: set[int], samples: int) -> float:
 
 
 def _find_attempt_faults(run: Path, rows: list[Row]) -> list[LedgerFault]:
-    """Return faults in the attempt numbers, which only rise, up to the one in the run lock.
+    """Return faults in the attempt numbers of the ledger rows.
 
-    Attempt 0 marks the rows that a fork took over from its parent.
+    The numbers must not decrease, and must not exceed the attempt number in the run lock. Attempt 0
+    marks the rows that a fork took over from its parent run.
     """
     newest = runlock.read_generation(run)
     taken_over = [row.step for row in rows if row.generation == 0]
@@ -193,7 +202,10 @@ def _find_attempt_faults(run: Path, rows: list[Row]) -> list[LedgerFault]:
 
 
 def _read_fork_step(run: Path) -> int | None:
-    """Return the step that this run was forked from, or None, as its checkpoints record it."""
+    """Return the step of the parent from which this run was forked; None if it is not a fork.
+
+    The checkpoints of the run record the step.
+    """
     for step in reversed(manifest.steps(run)):
         with contextlib.suppress(RunFolderError):
             parent = manifest.read(manifest.step_folder(run, step)).parent
@@ -202,10 +214,10 @@ def _read_fork_step(run: Path) -> int | None:
 
 
 def _order(rows: list[Row], after: int) -> list[LedgerFault]:
-    """Return faults in the step numbers of the rows.
+    """Return faults in the step numbers of the ledger rows.
 
-    Each attempt runs consecutive steps, and starts no later than after the last step of the
-    previous one.
+    Each attempt must have consecutive steps, and start at most one step after the last step of the
+    previous attempt.
     """
     found: list[LedgerFault] = []
     before = Row(after, -1, 0)
@@ -230,9 +242,9 @@ def _order(rows: list[Row], after: int) -> list[LedgerFault]:
 
 
 def _find_missing_end(run: Path, kept: list[Row], after: int) -> list[LedgerFault]:
-    """Return a fault if the ledger lacks a committed step.
+    """Return a fault if the ledger lacks the last steps before the newest checkpoint.
 
-    The rows of a step reach the disk before its checkpoint.
+    The rows of a step are written to disk before its checkpoint, so they should be there.
     """
     committed, last = (
         max(manifest.steps(run), default=0),

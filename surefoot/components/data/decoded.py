@@ -1,14 +1,14 @@
-"""Shards decoded once into memory maps, which later runs open at once.
+"""Cache of decoded shards, as memory-mapped arrays that later runs open at once.
 
 A decoded set is a folder `<cache>/<key>/` with one raw file per array and a `manifest.json`. The
-key is a digest of the names, sizes and contents of the shards and of the decoder's name. A set
-exists only when its manifest does: it is written into a hidden draft, synced, and renamed last.
-When a set is opened
+key is a digest of the names and contents of the shards and of the decoder's name. A set is written
+into a hidden folder, synced, and renamed last, so that it is either complete or absent. When a set
+is opened:
 
-- the shards are recognized by name, size, time of change and inode, as git recognizes files;
-  where these differ (a copy, another host) the shards are hashed and their set is found by its key;
-- the arrays are hashed whole (0.1 s for 150 MB if the processor has SHA instructions); a damaged
-  set is decoded again.
+- The shards are recognized by name, size, time of change and inode, as git recognizes files. If
+  these differ, for example on another host, the shards are hashed, and the set is found by its key.
+- The arrays are hashed completely (0.1 s for 150 MB if the processor has SHA instructions). A
+  damaged set is decoded again.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ Decode = Callable[[Path], Mapping[str, np.ndarray]]
 def open_decoded(
     shards: Sequence[Path], cache: Path, *, decoder: str, decode: Decode
 ) -> DecodedArrays:
-    """Open the decoded set of `shards` in `cache`; decode them if it is missing or damaged.
+    """Open the decoded arrays of `shards` in `cache`; decode the shards if necessary.
 
-    `decode(shard)` returns arrays of equal length, one row per sample. `decoder` names `decode` and
-    its version, since another decoder gives other pixels. Progress is shown on stderr if that is a
-    terminal. Raises what `decode` raises, and DataError for a cache that cannot be written or a
-    shard that changes meanwhile.
+    The shards are decoded if the cache has no arrays of them, or if these are damaged.
+    `decode(shard)` returns arrays of equal length, one row per sample. `decoder` is the name and
+    version of `decode`; arrays from a different decoder are not used. Progress is shown on stderr
+    if that is a terminal.
+
+    Raises what `decode` raises, and DataError for a cache that cannot be written or a shard that
+    changes while it is read.
     """
     stamps = [list(stamp_of(shard)) for shard in shards]
     folder = _find_by_stamps(cache, decoder, stamps)
@@ -118,7 +121,7 @@ def _find_by_stamps(cache: Path, decoder: str, stamps: list[list[Any]]) -> Path 
 
 
 def _open(folder: Path) -> DecodedArrays | None:
-    """Return the arrays of a decoded set; None if it is missing or damaged."""
+    """Return the arrays of the decoded set in `folder`; None if the set is missing or damaged."""
     row = _read_manifest(folder)
     if row is None:
         return None
@@ -185,7 +188,10 @@ def _write_draft(draft: Path, row: dict[str, Any], shards: Sequence[Path], decod
 
 
 class _Files:
-    """Files of arrays, written shard by shard so that only one shard at a time is in memory."""
+    """Writer of one file per array, to which the arrays of each shard are appended.
+
+    Only one shard at a time is in memory.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""Batches of an order: the samples of each step, split into microbatches; any step is seekable."""
+"""Samples of each step and their split into microbatches, computed directly for any step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ SOUGHT_SAMPLES = 512  # the same after a seek, which may be one of many
 
 
 class SampleWindow(NamedTuple):
-    """Samples of one step: `ids` (int64) in order, their epoch, and the position of the first."""
+    """Samples of one step.
+
+    `ids` (int64) are the sample numbers in reading order. `start` is the position of the first of
+    them in `epoch`, which is counted from 0.
+    """
 
     epoch: int
     start: int
@@ -31,9 +35,10 @@ class SampleWindow(NamedTuple):
 
 
 class FeedPiece(NamedTuple):
-    """Part of a run with one batch size.
+    """Part of a run with a constant batch size.
 
-    The part starts with `step` (from 0), which reads from position `start` of `epoch` on.
+    `step` (from 0) is its first step, which reads from position `start` of `epoch` on. `batch` is
+    the number of samples per step.
     """
 
     step: int
@@ -43,9 +48,11 @@ class FeedPiece(NamedTuple):
 
 
 class Share(NamedTuple):
-    """Part of each step that a rank reads: part `rank` of `size`, consecutive microbatches.
+    """Microbatches of each step that one rank reads.
 
-    A step without a given microbatch size is split into `pieces`, by default one per rank.
+    The microbatches of a step are divided into `size` consecutive parts, and this rank reads part
+    `rank`. `pieces` is the number of microbatches of a step if no microbatch size is given, by
+    default one per rank.
     """
 
     rank: int = 0
@@ -57,7 +64,7 @@ class Share(NamedTuple):
         return self.pieces or self.size
 
     def of(self, count: int) -> tuple[int, int]:
-        """Return this rank's microbatches, out of `count`, as the first index and the end index.
+        """Return the range of this rank's microbatches, out of `count`: first index and end index.
 
         >>> [Share(rank, 3).of(4) for rank in range(3)]
         [(0, 2), (2, 3), (3, 4)]
@@ -69,19 +76,20 @@ WHOLE = Share()
 
 
 class Feed:
-    """Samples of each step, as a pure function of (order, batch, ramp).
+    """Batch sampler: the samples of each step, as a pure function of (order, batch, ramp).
 
-    The sequence therefore does not change with workers or restarts.
+    The samples of a step therefore do not depend on the workers or on restarts.
 
     Args:
         source: The data.
         order: The sample order.
         batch: Samples per step, of all ranks together.
-        microbatch: Samples per microbatch; None splits a step as `share` says.
-        drop_last: Leave out the short last batch of each epoch, which has `dropped` samples; it
-            cannot be combined with a ramp.
-        ramp: (samples, batch) of each change of the batch size: after that many samples, counted
-            over all epochs, a step has that batch size; the last one is `batch`.
+        microbatch: Samples per microbatch; None splits a step as `share` describes.
+        drop_last: Leave out the last batch of each epoch if it is short; `dropped` is its number of
+            samples. It cannot be combined with a ramp.
+        ramp: Changes of the batch size, each as (samples, batch): after that many samples, counted
+            over all epochs, a step has that batch size. The batch size of the last change is
+            `batch`.
         share: The microbatches of a step that this rank reads.
 
     Raises:
@@ -133,7 +141,7 @@ class Feed:
         self._block_start = 0
 
     def window(self, step: int) -> SampleWindow:
-        """Return the samples of the step numbered `step`, from 0."""
+        """Return the samples of step `step`, counted from 0."""
         epoch, start = self._find_position(step)
         stop = min(start + self.batch_at(step), self._end)
         if (
@@ -163,11 +171,14 @@ class Feed:
 
     @property
     def is_cut(self) -> bool:
-        """True if steps may have several microbatches in this process."""
+        """True if a step may have more than one microbatch."""
         return self._is_cut or self.microbatch < self.batch
 
     def microbatches(self, window: SampleWindow) -> list[np.ndarray]:
-        """Return the ids of each microbatch of a step, for all ranks; the last may be shorter."""
+        """Return the sample ids of each microbatch of a step, for all ranks.
+
+        The last microbatch may be shorter.
+        """
         pieces = self.share.num_pieces
         size = self.microbatch if self._is_cut or pieces == 1 else -(-len(window.ids) // pieces)
         if len(window.ids) <= size:
@@ -175,9 +186,10 @@ class Feed:
         return [window.ids[at : at + size] for at in range(0, len(window.ids), size)]
 
     def mine(self, window: SampleWindow) -> tuple[int, list[np.ndarray]]:
-        """Return the index of this rank's first microbatch of a step, and its microbatches.
+        """Return the index of this rank's first microbatch of a step, and this rank's microbatches.
 
-        A short step may have no microbatch for this rank.
+        The index counts the microbatches of all ranks. Each microbatch is an array of sample ids. A
+        short step may have no microbatch for this rank.
         """
         cut = self.microbatches(window)
         first, last = self.share.of(len(cut))
@@ -185,23 +197,26 @@ class Feed:
 
     @property
     def num_unlike(self) -> int:
-        """Number of epochs up to the end of the ramp; all later epochs have equal steps."""
+        """Number of epochs from the start of the run to the end of the ramp; 0 without a ramp.
+
+        All later epochs have the same batch sizes.
+        """
         return self._pieces[-1].epoch + 1 if self.ramp else 0
 
     def batch_at(self, step: int) -> int:
-        """Return the batch size of the step numbered `step`, from 0.
+        """Return the batch size of step `step`, counted from 0.
 
         The last step of an epoch may have fewer samples.
         """
         return min(self._piece(step).batch, self.largest)
 
     def samples_after(self, steps: int) -> int:
-        """Return the number of samples that the first `steps` steps consume."""
+        """Return the total number of samples in the first `steps` steps."""
         epoch, start = self._find_position(steps)
         return epoch * self._end + start
 
     def steps_for(self, samples: float | Fraction) -> int:
-        """Return the number of steps that consume `samples` samples.
+        """Return the number of steps that are needed to read `samples` samples.
 
         The short last batch of each epoch counts with its actual size.
         """
@@ -224,11 +239,11 @@ class Feed:
         )
 
     def step_of(self, epoch: int, position: int) -> int:
-        """Return the step, from 0, that reads the sample at `position` of `epoch`."""
+        """Return the step that reads the sample at `position` of `epoch`, all counted from 0."""
         return self.steps_for(epoch * self._end + position + 1) - 1
 
     def epoch_of(self, step: int) -> float:
-        """Return the amount of data seen after `step` steps, in epochs."""
+        """Return the number of epochs, with fraction, that have been read after `step` steps."""
         if self.steps_per_epoch is not None:
             return step / self.steps_per_epoch
         return self.samples_after(step) / self._end
@@ -239,11 +254,11 @@ class Feed:
         return next(each for each in reversed(self._pieces) if each.step <= step)
 
     def _steps_to_epoch_end(self, piece: FeedPiece) -> int:
-        """Return the number of steps from the start of a piece to the end of its first epoch."""
+        """Return the number of steps from the start of `piece` to the end of its first epoch."""
         return -(-(self._end - piece.start) // piece.batch)
 
     def _find_position(self, step: int) -> tuple[int, int]:
-        """Return the epoch and the position at which a step starts."""
+        """Return the epoch, and the position in it, at which step `step` (from 0) starts."""
         if self.steps_per_epoch is not None:
             epoch, within = divmod(step, self.steps_per_epoch)
             return epoch, within * self.batch
@@ -258,13 +273,13 @@ class Feed:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with every tensor in its tuples, lists and dicts on `device`.
+    """Move all tensors of a batch, including nested ones, to `device`; return the batch.
 
-    Any other object that has a `to` method is moved as well.
+    Any other object that has a method `to` is moved as well.
 
     Args:
         batch: Tensors in tuples, lists and dicts, or any other object.
-        device: The device; copies from pinned memory do not wait for it.
+        device: The device. Copies from pinned memory are asynchronous (`non_blocking=True`).
     """
     return map_tensors(
         batch,
@@ -276,9 +291,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def size_of(batch: Batch) -> int | None:
     """Return the number of samples in a batch; None if its structure does not determine it.
 
-    Batches of graphs have `num_graphs`, packed sequences `batch_sizes`. Otherwise the result is the
-    first dimension that all tensors share, or the length that all lists of a batch share, as in
-    `([image, ...], [target, ...])`. If two of these disagree the result is None.
+    A batch of graphs reports the number as `num_graphs`, and a PackedSequence in `batch_sizes`. In
+    other batches, it is the first dimension that all tensors share, or the length that all lists
+    share, as in `([image, ...], [target, ...])`. If these numbers differ, the result is None.
     """
     sizes = getattr(batch, "batch_sizes", None)
     # a PackedSequence: the number of sequences at each time step
@@ -305,9 +320,9 @@ def _common_size(sizes: Sequence[int]) -> int | None:
 
 
 def _sizes_of_tensors(parts: Sequence[Any]) -> list[int]:
-    """Return the first dimension of each tensor and array in `parts`, nested ones included.
+    """Return the first dimension of each tensor and array in `parts`, including nested ones.
 
-    Tensors without dimensions are ignored; a batch of graphs counts with its number of graphs.
+    Tensors without dimensions are ignored. For a batch of graphs, return its number of graphs.
     """
     found = []
     for part in parts:
@@ -323,7 +338,7 @@ def _sizes_of_tensors(parts: Sequence[Any]) -> list[int]:
 def _sizes_of_lists(batch: Batch, fields: Sequence[Any]) -> list[int]:
     """Return the lengths of the fields that are lists with one item per sample.
 
-    For a list of samples, return its length.
+    If the batch itself is a list of samples, return its length instead.
     """
     if (
         isinstance(batch, list)
@@ -341,7 +356,7 @@ def _sizes_of_lists(batch: Batch, fields: Sequence[Any]) -> list[int]:
 
 
 def _is_like(one: Any, other: Any) -> bool:
-    """Return whether two parts look like the same field of two samples."""
+    """Return whether two objects look like the same field of two different samples."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and one.shape[1:] == other.shape[1:]
     return (
@@ -352,12 +367,12 @@ def _is_like(one: Any, other: Any) -> bool:
 
 
 def count_numbers(batch: Batch) -> int:
-    """Return the number of elements of all tensors in a batch."""
+    """Return the total number of elements of all tensors in a batch."""
     return sum(each.numel() for each in find_tensors(batch))
 
 
 def count_batches(iterable: Any) -> int:
-    """Return the length of an iterable of batches. Raises DataError for one without a length."""
+    """Return the length of an iterable of batches. Raises DataError if it has no length."""
     try:
         return len(iterable)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Detection of in-place writes to a batch that is stored in the memory of the data."""
+"""Detection of in-place writes to batches that share memory with the data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HINT = (
 
 
 def describe(who: str) -> str:
-    """Return the message for the case that `who` writes into the data."""
+    """Return the message that `who` has changed the data by an in-place write to a batch."""
     return (
         f"{who} changes its batch in place, and the batch shares memory with the data: "
         "each epoch reads other values"
@@ -30,7 +30,7 @@ def describe(who: str) -> str:
 class Versions:
     """Version counters of the tensors in a batch, recorded at construction.
 
-    torch counts the in-place writes to each tensor, also those through views of it.
+    PyTorch increments the counter of a tensor at each in-place write, even through a view.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -45,11 +45,12 @@ class Versions:
 
 
 class InPlaceWriteCheck:
-    """Batches lent to a training loop, checked for writes when they come back.
+    """Check of a training loop for in-place writes to batches that share memory with `data`.
 
-    `was_data_changed` returns True, once, if the loop wrote to a batch in the memory of `data`. A
-    check takes some microseconds and reads no bytes; only the first `num_looks` batches are
-    checked.
+    `lend` records a batch before the loop uses it. Afterwards, `was_data_changed` returns True if
+    the loop wrote to this batch and the batch is stored in the memory of `data`; it returns True
+    only once. A check takes some microseconds and reads no values. Only the first `num_looks`
+    batches are checked.
     """
 
     def __init__(self, data: Any, num_looks: int = 100) -> None:
@@ -73,7 +74,7 @@ class InPlaceWriteCheck:
 
 
 def find_arrays(held: Any) -> Iterator[Tensor | np.ndarray]:
-    """Yield the tensors and arrays in the containers and attributes of an object, each once."""
+    """Yield each tensor and array in the containers and attributes of an object, once."""
     seen, waiting = set[int](), [(held, 0)]
     while waiting and len(seen) < MAX_OBJECTS:
         each, depth = waiting.pop()
@@ -94,7 +95,7 @@ def find_arrays(held: Any) -> Iterator[Tensor | np.ndarray]:
 
 
 def share_memory(batch: Any, data: Any) -> bool:
-    """Return whether a CPU tensor of `batch` is stored in a tensor or an array of `data`."""
+    """Return whether a CPU tensor or array in `batch` shares memory with one in `data`."""
     wanted = [found for each in find_arrays(batch) if (found := _bounds(each)) is not None]
     return bool(wanted) and any(
         (held := _bounds(each)) is not None
@@ -108,9 +109,9 @@ def _attributes(each: Any) -> list[Any]:
 
 
 def _bounds(each: Tensor | np.ndarray) -> tuple[int, int] | None:
-    """Return the address of the first byte of the memory of `each`, and that after the last.
+    """Return the first and the end address of the memory behind a tensor or an array.
 
-    Returns None for memory that is not on a CPU.
+    Returns None if this memory is not on the CPU.
     """
     if isinstance(each, np.ndarray):
         while isinstance(each.base, np.ndarray):

@@ -1,4 +1,4 @@
-"""Conversion of durations in a spec to steps of a feed."""
+"""Conversion of the durations in a run spec to steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def find_tokens_per_sample(source: Source) -> float | None:
 
 
 def resolve(duration: Duration, length: Duration, total_steps: int | None) -> Duration:
-    """Return a percentage of the run as steps, or as seconds if the run's `length` is a time.
+    """Convert a percentage of the run to steps, or to seconds if the run's `length` is a time.
 
-    Durations in other units are returned unchanged.
+    Durations in other units are returned unchanged. `total_steps` is the number of steps of the
+    run, or None if its length is a time.
     """
     if duration.unit != "%":
         return duration
@@ -32,9 +33,9 @@ def resolve(duration: Duration, length: Duration, total_steps: int | None) -> Du
 
 
 def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) -> int | None:
-    """Return the steps that a duration from the start of a run takes; None for a time.
+    """Convert a duration, counted from the start of the run, to steps; return None for a time.
 
-    Raises SpecError for a duration that cannot be counted in steps.
+    Raises SpecError for a duration that cannot be converted.
     """
     if duration.unit == "s":
         return None
@@ -54,9 +55,10 @@ def to_steps(duration: Duration, feed: Feed, tokens_per_sample: float | None) ->
 def to_samples(
     duration: Duration, feed: Feed, tokens_per_sample: float | None
 ) -> float | Fraction | None:
-    """Return a duration in samples if it is counted in samples, else None.
+    """Convert a duration in samples or tokens to samples; return None for other units.
 
-    An epoch is a number of steps, unless the batch size has a ramp.
+    A duration in tokens is converted only if `tokens_per_sample` is known. Epochs are converted
+    only if the batch size has a ramp; otherwise, an epoch is a fixed number of steps.
     """
     if duration.unit == "epochs" and feed.ramp:
         return Fraction(str(duration.value)) * feed.order.n
@@ -68,9 +70,9 @@ def to_samples(
 def find_rhythm(
     duration: Duration, feed: Feed, tokens_per_sample: float | None
 ) -> Callable[[int], bool]:
-    """Return a function of the step that returns whether an event is due after that step.
+    """Return a function that returns whether a recurring event is due after a step.
 
-    The event recurs every `duration`, which must not be a time.
+    The event recurs every `duration`, which must not be a time. Steps count from 1.
     """
     period = to_samples(duration, feed, tokens_per_sample) if feed.ramp else None
     if period is None:
@@ -81,7 +83,7 @@ def find_rhythm(
 
 
 def check_ramp(spec: RunSpec, source: Source) -> None:
-    """Raise SpecError for sources and settings that require a constant batch size."""
+    """Raise SpecError if the source or a setting requires a constant batch size."""
     if isinstance(source, Iterated):
         raise SpecError(
             f"train.ramp is given, but the source returns whole batches: {source.describe()}",
@@ -105,7 +107,10 @@ def check_ramp(spec: RunSpec, source: Source) -> None:
 
 
 def with_largest_batch(spec: RunSpec) -> RunSpec:
-    """Return the spec with the largest batch of its ramp throughout; unchanged without a ramp."""
+    """Return the spec without its batch size ramp, with the largest batch size of the ramp.
+
+    A spec without a ramp is returned unchanged.
+    """
     if not spec.train.ramp:
         return spec
     return spec.replace(train={"ramp": (), "batch": max(batch for _, batch in spec.train.ramp)})

@@ -1,11 +1,11 @@
-"""Sample order as pure arithmetic of (seed, epoch, position), with no state to save.
+"""Sample order and augmentation draws as pure functions, without a state to save.
 
-The permutation is a six-round Feistel network over the next power of four above n with cycle
-walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002); the round function is
-splitmix64's finalizer. Up to 8,192 samples the halves of the network are too small to mix (pairs
-fail a chi-square test): such samples are sorted by their hashes, with a table of at most 64 KiB.
-Augmentation draws are a hash of (seed, epoch, sample, draw), so that they depend on no worker and
-no stream.
+The sample order depends only on (seed, epoch, position). Above 8,192 samples, it is a six-round
+Feistel network over the next power of four above n with cycle walking (Black and Rogaway, "Ciphers
+with Arbitrary Finite Domains", 2002); the round function is splitmix64's finalizer. For fewer
+samples, the halves of the network are too small to mix well: pairs fail a chi-square test. These
+samples are sorted by their hashes instead, in a table of at most 64 KiB. Augmentation draws are a
+hash of (seed, epoch, sample, draw), so that they do not depend on the worker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _STAGES = (
 
 
 def mix(value: int) -> int:
-    """Return splitmix64's finalizer of a Python integer (Steele, Lea and Flood, 2014)."""
+    """Hash a Python integer to 64 bits by splitmix64's finalizer (Steele, Lea and Flood, 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -60,7 +60,10 @@ def _mix_array(values: np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """Seekable permutation of 0..n-1; a lookup takes O(1) per position, even for whole batches."""
+    """Pseudorandom permutation of 0..n-1 that computes the entry at any position in O(1).
+
+    `key` is the seed. Call the object with an array of positions.
+    """
 
     def __init__(self, n: int, key: int) -> None:
         if not 1 <= n <= LARGEST:
@@ -103,9 +106,9 @@ class Permutation:
         return (left << self._shift) | right
 
     def _walk(self, value: int) -> int:
-        """Return the first value below n on the cycle through `value`, which is n or more.
+        """Apply the network of `_encrypt` until the result is below n, and return the result.
 
-        The steps of the cycle are those of `_encrypt`, for a single Python integer.
+        This function is for a single Python integer, which is n or more.
         """
         shift, mask = int(self._shift), int(self._mask)
         while value >= self.n:
@@ -118,15 +121,16 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Keys:
-    """Random draws for one batch that depend on (seed, epoch, sample) alone.
+    """Random draws for a batch, which depend only on (seed, epoch, sample).
 
-    Any worker, rank or restart gives the same pixels.
+    Augmentation is therefore the same in any worker, on any rank and after a restart.
 
     Args:
         seed: Seed of the run.
         epoch: Number of the epoch, from 0.
         ids: Numbers of the samples in the batch, (B,) int64.
-        device: Device of the draws: that of the batch. The numbers are the same on each.
+        device: Device of the returned tensors, usually that of the batch. The values are the same
+            on each device.
     """
 
     seed: int
@@ -143,25 +147,25 @@ class Keys:
         )
 
     def uniform(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
-        """Return uniform numbers in [0, 1), float32, shape (batch, draws).
+        """Return uniform random numbers in [0, 1), float32, of shape (batch, draws).
 
-        Another `stream` gives independent numbers.
+        Calls with different values of `stream` return independent numbers.
         """
         drawn = (self._bits(draws, stream) >> np.uint64(40)).astype(np.float32)
         return self._there(torch.from_numpy(drawn * np.float32(2.0**-24)))
 
     def integers(self, low: int, high: int, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
-        """Return integers in [low, high), int64, shape (batch, draws).
+        """Return random integers in [low, high), int64, of shape (batch, draws).
 
-        The bias is under (high - low) / 2**32.
+        Their bias is under (high - low) / 2**32.
         """
         wide = (self._bits(draws, stream) >> np.uint64(32)) * np.uint64(high - low)
         return self._there(torch.from_numpy((wide >> np.uint64(32)).astype(np.int64) + low))
 
     def normal(self, draws: int = 1, *, stream: int = 0) -> torch.Tensor:
-        """Return standard normal numbers, float32, shape (batch, draws).
+        """Return standard normal random numbers, float32, of shape (batch, draws).
 
-        They can be the noise of a diffusion model or of a generator.
+        They can serve as the noise of a diffusion model or of a generator.
         """
         uniform = ((self._bits(draws, stream) >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
         return self._there(torch.special.ndtri(torch.from_numpy(uniform)).float())
@@ -172,10 +176,10 @@ class Keys:
 
 
 def check_ids(ids: ArrayLike, length: int) -> np.ndarray:
-    """Return the numbers of samples as an array.
+    """Return the requested sample numbers as an int64 array.
 
-    Raises DataError for a number that is not a sample of a source of `length` samples, since numpy
-    would count negative numbers from the end.
+    Raises DataError for a number outside 0..length-1. Without this check, numpy would count
+    negative numbers from the end.
     """
     ids = np.asarray(ids)
     if ids.ndim == 1 and not len(ids):

@@ -1,5 +1,7 @@
-"""Check that all replicas hold bitwise identical tensors: a sum over the bits of each tensor,
-compared between ranks."""
+"""Check that all replicas have bitwise identical tensors.
+
+The bits of each tensor are summed as integers, and the sums are compared between ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Apart(NamedTuple):
-    """A rank whose tensor `name` differs from that of the other ranks.
+    """Rank whose tensor `name` differs from the same tensor on other ranks.
 
-    If `is_certain` is true, more than half of the ranks agree, and this rank differs from them;
-    otherwise this rank differs from rank 0.
+    If `is_certain` is true, more than half of the ranks agree with each other, and this rank
+    differs from them. Otherwise there is no such majority, and this rank differs from rank 0.
     """
 
     rank: int
@@ -30,17 +32,21 @@ class Apart(NamedTuple):
 
 @torch.no_grad()
 def bit_sum(tensor: Tensor) -> Tensor:
-    """Return the bits of `tensor` as integers, summed in 64 bits (shape ()); flipping any one bit
-    changes the sum."""
+    """Return the sum of all elements of `tensor`, with their bits read as integers.
+
+    The sum is a 64-bit integer of shape (). If any single bit of the tensor is flipped, the sum
+    changes.
+    """
     held = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     return held.contiguous().view(WHOLE[held.element_size()]).sum(dtype=torch.int64)
 
 
 def find_apart(group: Group, tensors: Mapping[str, Tensor]) -> list[Apart]:
-    """Return the ranks whose tensors differ from those of the majority, each with its first
-    differing tensor.
+    """Return the ranks whose tensors differ from those of the majority of ranks.
 
-    Without a majority the ranks are compared with rank 0. All ranks of `group` must call it.
+    Each rank is returned with the name of the first tensor that differs. A tensor on which no
+    majority of the ranks agrees is compared with that of rank 0. All ranks of `group` must call
+    this function.
     """
     if group.is_alone or not tensors:
         return []

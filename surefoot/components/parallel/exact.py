@@ -1,11 +1,11 @@
-"""Bitwise identical results on 1, 2, 4 ... ranks: gradients are summed in an order that does not
-depend on the number of ranks.
+"""Summation of gradients in an order that does not depend on the number of ranks.
 
-A sum of floating-point numbers depends on its order, and the order of an all-reduce depends on the
-ranks. With virtual ranks, a step is always split between the same number of virtual ranks, a power
-of two: each sums the gradients of its microbatches, the sums of two neighbors are added, then those
-of two pairs, and so on. A rank computes several consecutive virtual ranks, a subtree, and gathers
-the sums of the others.
+It makes results bitwise identical on 1, 2, 4, ... ranks. A sum of floating-point numbers depends on
+the order of the additions, and the order in an all-reduce depends on the number of ranks.
+Therefore, each step is split between a fixed number of virtual ranks, which is a power of two. Each
+virtual rank sums the gradients of its microbatches. Then the sums of two neighbors are added, then
+those of two neighboring pairs, and so on, as in a binary tree. A rank computes several consecutive
+virtual ranks, which form a subtree, and gathers the sums of the other ranks.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ Grads = list[Tensor | None]
 
 
 class VirtualRanks:
-    """The assignment of microbatches to `size` virtual ranks, of which this rank computes `own`
-    consecutive ones from `first` on."""
+    """Assignment of the microbatches of a step to `size` virtual ranks.
+
+    This rank computes `own` consecutive virtual ranks, from number `first` on.
+    """
 
     def __init__(self, size: int, group: Group) -> None:
         self.size, self.own, self.group = size, size // group.size, group
@@ -32,23 +34,26 @@ class VirtualRanks:
         self._ends: list[int] = []
 
     def begin(self, num_microbatches: int) -> None:
-        """Start a step of `num_microbatches` microbatches on all ranks together."""
+        """Start a step that has `num_microbatches` microbatches on all ranks together."""
         every = range(self.first, self.first + self.own)
         self._ends = [-(-num_microbatches * (each + 1) // self.size) for each in every]
 
     def count_over(self, done: int) -> int:
-        """Return how many of this rank's virtual ranks finish with the first `done` microbatches of
-        the step, and were not counted before."""
+        """Return how many virtual ranks of this rank have finished since the last call.
+
+        The first `done` microbatches of the step are complete; `done` counts microbatches of all
+        ranks.
+        """
         over = [end for end in self._ends if end <= done]
         self._ends = self._ends[len(over) :]
         return len(over)
 
     @torch.no_grad()
     def sum_in_rank_order(self, rows: Tensor) -> Tensor:
-        """Return the sum of every virtual rank's row, added in their order: (own, n) -> (n),
-        float64.
+        """Return the sum of the rows of all virtual ranks, added in the order of the virtual ranks.
 
-        The all-reduce before it only adds zeros, which changes no bit.
+        `rows` (own, n), in float64, are those of this rank; the sum is (n). The rows are exchanged
+        by an all-reduce. It only adds zeros to them, which does not change a bit.
         """
         table = rows.new_zeros((self.size, *rows.shape[1:]))
         table[self.first : self.first + self.own] = rows
@@ -59,7 +64,7 @@ class VirtualRanks:
 
 
 class OrderedGradientSum:
-    """The gradients of one update, summed in a binary tree over virtual ranks."""
+    """Sum of the gradients of the parameters `leaves`, in a binary tree over virtual ranks."""
 
     def __init__(self, leaves: Iterable[Tensor]) -> None:
         self._parameters = [master_of(each) for each in leaves if each.requires_grad]
@@ -68,8 +73,10 @@ class OrderedGradientSum:
 
     @torch.no_grad()
     def end_one(self) -> None:
-        """End a virtual rank: take its summed gradients off the parameters, and add them to the
-        tree."""
+        """End a virtual rank: move its gradients from the parameters into the tree.
+
+        The `.grad` of each parameter is None afterward.
+        """
         node: Grads = [each.grad for each in self._parameters]
         level = 0
         for each in self._parameters:
@@ -80,7 +87,7 @@ class OrderedGradientSum:
         self._tree.append((level, node))
 
     def put_back(self) -> None:
-        """Put the sum over all virtual ranks of this rank into the parameters' `.grad`."""
+        """Set the `.grad` of each parameter to the sum over all virtual ranks of this rank."""
         ((_, node),) = self._tree
         self._tree = []
         for parameter, grad in zip(self._parameters, node, strict=True):
@@ -88,16 +95,22 @@ class OrderedGradientSum:
 
 
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Add two gradients; a missing one counts as zeros, as it does on a rank without it: 0 + -0 is
-    0."""
+    """Add two gradients in place and return the sum; None stands for a gradient of zeros.
+
+    The zeros are really added, because -0 + 0 is 0. The result is then the same as on a rank that
+    lacks the gradient and sends zeros. It is None if both gradients are None.
+    """
     if left is None:
         return None if right is None else right.add_(0.0)
     return left.add_(0.0) if right is None else left.add_(right)
 
 
 class InOrder:
-    """Bucket reducer with a fixed order: each rank gathers this bucket of all ranks, and adds
-    neighbors, then pairs of these sums."""
+    """Bucket reducer that adds in a fixed order.
+
+    Each rank gathers the bucket of every rank. It adds the buckets of neighbors, then the sums of
+    neighboring pairs, and so on.
+    """
 
     def __init__(self, flat: Tensor, group: Group) -> None:
         self._flat, self._group = flat, group

@@ -1,24 +1,25 @@
-"""PowerSGD: the gradient of a matrix is sent as a product of low rank; the error is added to the
-next step's gradient.
+"""PowerSGD: the gradient of a matrix is sent as a product of two matrices of low rank.
 
-Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-Optimization (NeurIPS 2019), algorithm 1. Rank i has M_i = gradient + residual. With Q of the
-previous step, one step of power iteration:
+The error is added to the gradient of the next step. This is algorithm 1 of Vogels, Karimireddy,
+Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization (NeurIPS
+2019). Rank i has M_i = gradient + residual. Each training step makes one step of power iteration,
+starting from Q of the previous training step:
 
     P = sum of M_i Q, its columns made orthonormal;    Q_i = M_i' P,  Q = sum of Q_i;    all ranks
         get P Q' = P P' (sum of M_i)
 
     residual_i = M_i - P Q_i'
 
-These are sums, not means, and a rank keeps the error of its M_i: the residuals add up to the part
-of the sum that was not sent. The columns of P are orthonormalized by Householder reflections (QR),
-which give orthonormal columns even if P has a lower rank. The columns of Q have length 1; a
-column of zeros is replaced by fixed random numbers, since power iteration would leave it at zero.
+These are sums over the ranks, not means. A rank keeps the error of its own M_i, so the residuals of
+all ranks add up to the part of the sum that was not sent. The columns of P are orthonormalized by
+Householder reflections (QR), which give orthonormal columns even if P has a lower rank. The columns
+of Q have length 1. A column of zeros is replaced by fixed random numbers, because power iteration
+would leave it at zero.
 
-Gradients are sums, which a step multiplies by a factor, as 1 / count or 1 / loss scale. A residual
-is stored with the factor of its step, and rescaled to the factor of the next step. A skipped step
-must change nothing: `keep` receives whether the step was applied, and only then are residual and Q
-replaced.
+A training step multiplies the sums by a factor, such as 1 / count or 1 / loss scale. A residual is
+stored with the factor of its step, and is rescaled to the factor of the next step. A skipped step
+must not change the residuals and Q. Therefore `keep` is told whether the step was applied, and
+replaces them only if it was.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ SAVES = 2  # least compression ratio of a matrix
 
 @dataclass(eq=False)
 class LowRankState:
-    """The state of one (n, m) gradient matrix between steps, and the values that replace it once
-    the step is applied."""
+    """State of the compression of one (n, m) gradient matrix between steps.
+
+    `rest` and `next` replace `residual` and `warm` if the step is applied.
+    """
 
     parameter: Tensor
     place: int  # index of the parameter in its bucket
@@ -47,8 +50,8 @@ class LowRankState:
     fresh: Tensor  # (m, r): initial columns of Q
     residual: Tensor = field(init=False)  # (n, m): the error not sent yet
     warm: Tensor = field(init=False)  # (m, r): Q, with columns of length 1
-    # (), float64: the factor of the residual, which times it is a part of the gradient that is
-    # applied
+    # (), float64: the factor of the step that computed the residual; their product is in the unit
+    # of the gradient that is applied
     unit: Tensor = field(init=False)
     rest: Tensor = field(init=False)  # (n, m): the residual after this step
     next: Tensor = field(init=False)  # (m, r): Q after this step
@@ -60,8 +63,10 @@ class LowRankState:
 
 
 class LowRank:
-    """Reducer of one bucket: matrices are sent as P and Q of `rank` columns, all other gradients
-    uncompressed with P."""
+    """Reducer of one bucket, which sends each matrix as P and Q with `rank` columns.
+
+    All other gradients are sent uncompressed, together with P.
+    """
 
     def __init__(
         self,
@@ -71,10 +76,11 @@ class LowRank:
         link: CountedGroup,
         generator: torch.Generator,
     ) -> None:
-        """Split `flat`, which holds the gradients of `parameters` one after the other, and then a
-        count of ranks for each.
+        """Split `flat` into the gradients of `parameters`.
 
-        `generator` draws the initial columns, and must give the same ones on every rank.
+        `flat` contains the gradients, one after the other, and then for each gradient the number of
+        ranks that have it. `generator` draws the initial columns of Q; it must return the same
+        values on every rank.
         """
         sizes = [each.numel() * (2 if each.is_complex() else 1) for each in parameters]
         self._link, self._is_open = link, False
@@ -99,8 +105,10 @@ class LowRank:
         return self._project  # runs in finish(), not in the backward pass
 
     def use(self, factor: float | Tensor) -> None:
-        """Set the factor that the sums of this step will be multiplied by; every rank must pass the
-        same value."""
+        """Set the factor by which the sums of this step will be multiplied.
+
+        Every rank must pass the same value.
+        """
         self._factor = factor
 
     def _project(self) -> Wait:
@@ -144,7 +152,7 @@ class LowRank:
             each.next = torch.where(length > 0, all_ / length, each.fresh)
 
     def keep(self, applied: bool | Tensor) -> None:
-        """End the step: if it was `applied`, replace the residuals and Q by those after it."""
+        """End the step; if it was `applied`, replace the residuals and Q with their new values."""
         self._is_open = False
         for each in self.held:
             moves = (self._presence[each.place] > 0) & applied
@@ -159,8 +167,11 @@ class LowRank:
 
 
 def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
-    """Return the (n, m) in which a gradient is stored in memory, where P and Q of `rank` columns
-    have at most half as many elements; else None.
+    """Return the shape (n, m) of the matrix as which a gradient is compressed, or None.
+
+    It follows the memory order of the gradient. None means that the gradient is sent uncompressed:
+    it has fewer than 2 dimensions, is complex or empty, or P and Q with `rank` columns would have
+    more than half as many elements.
 
     >>> matrix_shape(torch.empty(64, 16, 3, 3), 4)
     (64, 144)

@@ -1,10 +1,10 @@
-"""Synchronization of buffers over ranks: BatchNorm statistics become those of one process that saw
-all microbatches.
+"""Synchronization of buffers over ranks, such as the running statistics of BatchNorm.
 
-One process updates a running statistic x once for each microbatch, x <- (1 - a) x + a s, which is
-linear in x. A rank that starts from the same x and sees k of m consecutive microbatches ends with
-(1 - a)^k x + c, so c follows from the value at the end. All microbatches in their order give (1 -
-a)^m x + the sum over ranks of (1 - a)^(number of microbatches after that rank's) c.
+The statistics become those of one process that runs all microbatches. Such a process updates a
+running statistic x once for each microbatch, x <- (1 - a) x + a s, which is linear in x. A rank
+that starts from the same x and runs k of m consecutive microbatches ends with (1 - a)^k x + c, from
+which c follows. All m microbatches in their order then give (1 - a)^m x + the sum over ranks of (1
+- a)^(number of microbatches after those of the rank) c.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ Slot = tuple[nn.Module, str]
 class JoinedBuffers:
     """Synchronization of a model's buffers over the ranks of a group.
 
-    Every rank calls `keep` before the forward passes of a step and `join` after them. Running
-    statistics get the values that one process would compute; all other buffers get the values of
-    rank 0.
+    Every rank calls `keep` before the forward passes of a step and `join` after them. `join` gives
+    the running statistics of BatchNorm the values that one process would compute, and all other
+    buffers that change the values of rank 0.
 
     Args:
         model: The model.
         group: The ranks.
-        joins_norms: False gives running statistics the values of rank 0 too.
-        virtual: Virtual ranks; `end_one` must be called after each virtual rank. None without them.
+        joins_norms: If False, running statistics get the values of rank 0, too.
+        virtual: Virtual ranks, or None; `end_one` must be called after each virtual rank.
     """
 
     def __init__(
@@ -74,15 +74,17 @@ class JoinedBuffers:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the buffers before the forward passes of a step."""
+        """Save the values of the buffers before the forward passes of a step."""
         self._before, self._ended = [each.clone() for each in self._statistics()], []
         if self._live is None:
             self._others_before = [getattr(*slot).clone() for slot in self._others]
 
     @torch.no_grad()
     def end_one(self) -> None:
-        """End a virtual rank: record its statistics, and reset them to the start of the step for
-        the next one."""
+        """End a virtual rank: record its running statistics, and reset them for the next one.
+
+        They are reset to their values at the start of the step.
+        """
         held = self._statistics()
         self._ended.append([each.clone() for each in held])
         for each, was in zip(held, self._before, strict=True):
@@ -90,10 +92,10 @@ class JoinedBuffers:
 
     @torch.no_grad()
     def between(self) -> None:
-        """Join the statistics between two updates of a step.
+        """Synchronize the running statistics between two optimizers of the same step.
 
-        One process runs all microbatches for the first update before those for the second, so the
-        second starts from joined statistics.
+        One process runs all microbatches for the first optimizer before those for the second. The
+        second therefore starts from synchronized statistics.
         """
         if self._norms:
             self._join_norms()
@@ -101,7 +103,11 @@ class JoinedBuffers:
 
     @torch.no_grad()
     def join(self) -> None:
-        """Set the buffers to the values joined over all ranks."""
+        """Synchronize the buffers after the forward passes of a step.
+
+        Raises TaskError if virtual ranks are used, and a buffer that is not a statistic of
+        BatchNorm changed.
+        """
         if self._norms:
             self._join_norms()
         if self._live is None:
@@ -117,11 +123,11 @@ class JoinedBuffers:
             self._group.copy_from_first([getattr(*slot) for slot in self._live])
 
     def find_spoiled(self) -> tuple[str, list[int]] | None:
-        """Return a joined running statistic that is not finite, and the ranks whose part is not
-        finite; None if all are finite.
+        """Return the name of a synchronized running statistic that is not finite, with its ranks.
 
-        All ranks must call it, and get the same result. The host waits where the statistics are on
-        a device.
+        The ranks are those whose own contribution is not finite. Return None if all statistics are
+        finite. All ranks must call this method; they get the same result. If the statistics are on
+        a device, the host waits for it.
         """
         if self._joined is None or torch.isfinite(self._joined[0].sum()):
             return None
@@ -150,7 +156,7 @@ class JoinedBuffers:
             self._join_in_order(self._virtual)
 
     def _join_in_order(self, virtual: VirtualRanks) -> None:
-        """Join the statistics of virtual ranks, whose parts are added in the order of the virtual
+        """Synchronize the running statistics, with contributions added in the order of virtual
         ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
@@ -218,8 +224,14 @@ class JoinedBuffers:
     def _weights(
         norm: _NormBase, before: int, mine: int, until: int, total: int
     ) -> tuple[float, float, float]:
-        """Return the share of the initial statistic that remains after all microbatches and after
-        this rank's, and the weight of this rank's part."""
+        """Return three factors, with which a running statistic is computed for all ranks.
+
+        They are the share of the initial value that remains after all microbatches, the share of it
+        that remains after the microbatches of this rank, and the weight of this rank's
+        contribution. `before` is the number of batches before the step. `mine` counts the
+        microbatches of this rank, `until` those of this rank and of all ranks before it, and
+        `total` those of all ranks.
+        """
         if norm.momentum is not None:
             stays = 1.0 - norm.momentum
             return stays**total, stays**mine, stays ** (total - until)
@@ -230,7 +242,10 @@ class JoinedBuffers:
         return before / (before + total), kept, (before + mine) / (before + total)
 
     def _find_live(self) -> list[Slot]:
-        """Return the other buffers that changed on any rank in the first step."""
+        """Return the buffers, other than running statistics, that changed on any rank.
+
+        It is called after the first step.
+        """
         changed = [
             float(getattr(*slot) is not was and not torch.equal(getattr(*slot), was))
             for slot, was in zip(self._others, self._others_before, strict=True)

@@ -1,10 +1,9 @@
-"""Data parallelism: every rank holds the same weights and reads other samples; gradients are
-all-reduced during the backward pass.
+"""Data parallelism: every rank has the same weights and reads different samples.
 
-Li et al., PyTorch Distributed (VLDB 2020): gradients are sent in buckets, in the order in which the
-backward pass computes them, each bucket as soon as its last gradient exists. The all-reduce
-computes sums, not means: the step divides once, by the count of all ranks. The wire of a bucket
-(`wires`) sends it.
+Gradients are all-reduced during the backward pass. They are sent in buckets, in the order in which
+the backward pass computes them, and each bucket is sent as soon as its last gradient exists (Li et
+al., PyTorch Distributed, VLDB 2020). The all-reduce computes sums, not means: the step divides
+once, by the count of all ranks. The reducer of a bucket (see `wires`) compresses and sends it.
 """
 
 from __future__ import annotations
@@ -43,8 +42,11 @@ ONE_PASS = (
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that are sent together: `flat` holds them one after the other, and after them a 1
-    for each that this rank has, else 0."""
+    """Gradients that are reduced together.
+
+    `flat` contains the gradients, one after the other. After them it has one number for each
+    gradient: 1 if this rank has the gradient, otherwise 0.
+    """
 
     parameters: list[Tensor]
     flat: Tensor
@@ -60,20 +62,20 @@ class Bucket:
 class Replicas:
     """All-reduce of gradients over the ranks of a group, overlapped with the backward pass.
 
-    Call `arm()` before the last backward pass of a step and `finish()` after it: each gradient is
-    then the sum over all ranks, bitwise identical on all ranks. If a parameter has a gradient on
-    some ranks only, the gradient of the other ranks counts as 0; if it has none on any rank, it
-    gets none. Gradients of 16-bit parameters are summed in fp32. If a parameter has a master, the
-    gradient in the `.grad` of the master is summed.
+    Call `arm()` before the last backward pass of a step and `finish()` after it. Each gradient is
+    then the sum over all ranks, bitwise identical on all ranks. If only some ranks have a gradient
+    for a parameter, it counts as 0 on the other ranks. If no rank has one, the gradient stays None.
+    Gradients of 16-bit parameters are summed in fp32. If a parameter has a master copy (see
+    `surefoot.optim.master_of`), the gradient in the `.grad` of the master is summed.
 
     Args:
-        parameters: The parameters; those without requires_grad are left out.
+        parameters: The parameters; those without requires_grad are ignored.
         group: The ranks.
         bucket_bytes: The size of a bucket.
         first_bytes: The size of the first bucket, which is small so that it is sent early.
-        compress: The compression; the sums are those of the compressed gradients. With powersgd,
-            call `keep()` when it is known whether the step was applied.
-        in_order: Sum in an order that does not depend on the number of ranks (`exact`).
+        compress: The compression of the gradients; the result is the sum of the compressed
+            gradients. With powersgd, call `keep()` when it is known whether the step was applied.
+        in_order: Sum in an order that does not depend on the number of ranks.
         sparse: Parameters with sparse gradients. They are summed as dense tensors; the result is
             sparse and has the rows that any rank has.
     """
@@ -113,9 +115,10 @@ class Replicas:
         self._hooks, self._buckets = [], []
 
     def arm(self) -> None:
-        """Send each gradient as soon as the backward pass has computed it, from now on.
+        """Start to send gradients during the backward pass, each bucket as soon as it is complete.
 
-        Raises TaskError if gradients were sent since the last `arm()` without a `finish()`.
+        Call it before the last backward pass of a step. Raises TaskError if gradients were sent
+        since the last `arm()`, but `finish()` was not called.
         """
         if self._is_armed and self._next and not self._group.is_alone:
             raise TaskError(
@@ -139,14 +142,17 @@ class Replicas:
 
     @property
     def asks_factor(self) -> bool:
-        """True if `finish` needs the factor that the sums are multiplied by; nothing is sent before
-        `finish` then."""
+        """True if `finish` needs its argument `factor`.
+
+        In that case, nothing is sent before `finish`.
+        """
         return self._compress.kind == "powersgd"
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
-        """Send the remaining buckets, and wait until all are summed.
+        """Send the remaining buckets, and wait until all gradients are summed.
 
-        `factor` multiplies the sums when they are applied; all ranks must pass the same value.
+        `factor` is the number by which the sums will be multiplied when they are applied; all ranks
+        must pass the same value. Only powersgd uses it.
         """
         if not self._is_armed:
             self.arm()  # a rank without a batch
@@ -169,8 +175,10 @@ class Replicas:
 
     @torch.no_grad()
     def _make_sparse(self) -> None:
-        """Convert the gradients of `sparse` back to sparse tensors: an optimizer may skip the rows
-        that no gradient has (SparseAdam)."""
+        """Convert the gradients of the parameters in `sparse` back to sparse tensors.
+
+        An optimizer such as SparseAdam skips the rows that no gradient has.
+        """
         for parameter in self._sparse:
             has_row = torch.zeros(len(parameter), device=parameter.device)
             if id(parameter) in self._rows:
@@ -184,14 +192,16 @@ class Replicas:
                 )
 
     def keep(self, applied: bool | Tensor = True) -> None:
-        """End the step: `applied` says whether the sums were applied. Only powersgd uses it."""
+        """End the step; `applied` is true if the sums were applied. Only powersgd uses it."""
         for bucket in self._buckets:
             if isinstance(bucket.wire, LowRank):
                 bucket.wire.keep(applied)
 
     def held(self) -> list[LowRankState]:
-        """Return the PowerSGD state of each compressed matrix: identical on all ranks, except for
-        the residuals."""
+        """Return the PowerSGD state of each compressed matrix; an empty list without PowerSGD.
+
+        Except for the residuals, the state is identical on all ranks.
+        """
         if not self.asks_factor:
             return []
         if not self._buckets:
@@ -209,7 +219,7 @@ class Replicas:
 
     @property
     def bucket_sizes(self) -> list[int]:
-        """Bytes of the gradients in each bucket, in the order in which they are sent."""
+        """Bytes of the gradients in each bucket, in the order in which the buckets are sent."""
         return [
             sum(map(_num_bytes, pack))
             for pack in pack_up(self._parameters, self._bucket_bytes, self._first_bytes)
@@ -217,7 +227,7 @@ class Replicas:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes sent by this rank so far, counted as the arguments of the collectives."""
+        """Total size of the tensors that this rank has passed to collectives so far, in bytes."""
         return self._link.num_bytes
 
     @property
@@ -226,8 +236,10 @@ class Replicas:
 
     @staticmethod
     def _holder(parameter: Tensor) -> Tensor:
-        """Return the tensor whose `.grad` holds the gradient of `parameter` after all hooks: its
-        master."""
+        """Return the tensor whose `.grad` has the gradient of `parameter` after all hooks ran.
+
+        It is the master copy of the parameter, or the parameter itself.
+        """
         return master_of(parameter)
 
     def _make(self, parameters: Sequence[Tensor]) -> Bucket:
@@ -252,8 +264,10 @@ class Replicas:
         return BrainFloat(flat, link) if kind == "bf16" else Plain(flat, link)
 
     def _take(self, parameter: Tensor) -> None:
-        """Put a new gradient into its bucket; autograd calls this in the thread of the backward
-        pass."""
+        """Copy a new gradient into its bucket, and send the buckets that are complete.
+
+        Autograd calls this hook in the thread of the backward pass.
+        """
         if not self._is_armed:
             return
         # the master has the gradient by now: its hook ran first
@@ -268,8 +282,10 @@ class Replicas:
 
     @torch.no_grad()
     def _put_again(self, bucket: Bucket, number: int, index: int, grad: Tensor | None) -> None:
-        """Update a gradient that is in its bucket already, after more was added to it. Raises
-        TaskError if it was sent already."""
+        """Update a gradient that is already in its bucket, after more was added to it.
+
+        Raises TaskError if it was already sent.
+        """
         if number < self._next and not self._group.is_alone:
             shape = tuple(bucket.parameters[index].shape)
             raise TaskError(
@@ -324,8 +340,10 @@ class Replicas:
 def pack_up(
     parameters: Sequence[Tensor], bucket_bytes: int, first_bytes: int
 ) -> list[list[Tensor]]:
-    """Return the parameters of each bucket: of one dtype and device, in the order of the backward
-    pass, the last parameter first."""
+    """Return the parameters of each bucket, in the order of the backward pass (last one first).
+
+    The gradients in a bucket have the same device, and are summed in the same dtype.
+    """
     open_: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     packs: list[list[Tensor]] = []
     for parameter in reversed(parameters):
@@ -366,7 +384,9 @@ def _make_bucket(
 
 
 def view_like(part: Tensor, parameter: Tensor) -> Tensor:
-    """Return `part` as a view with the shape and memory layout of `parameter`, such as channels
-    last."""
+    """Return `part` as a view with the shape and memory layout of `parameter`.
+
+    The layout is, for example, channels last.
+    """
     laid = torch.empty_like(parameter, dtype=part.dtype)  # dense, in the parameter's memory order
     return part.as_strided(laid.shape, laid.stride(), part.storage_offset())

@@ -1,10 +1,9 @@
-"""BatchNorm with statistics over the samples of all ranks in a forward pass; torch's SyncBatchNorm
-runs on GPUs only.
+"""BatchNorm over the samples of all ranks; torch's SyncBatchNorm runs only on GPUs.
 
-In the forward pass, each rank sends count, mean and summed squared deviations, which combine
-without cancellation (Chan et al., Algorithms for Computing the Sample Variance, 1983); in the
-backward pass, the two sums that the gradient of the normalization needs. Both equal what one
-process computes on all of these samples.
+In the forward pass, each rank sends its count, mean and sum of squared deviations, which can be
+combined without cancellation (Chan et al., Algorithms for Computing the Sample Variance, 1983). In
+the backward pass, it sends the two sums that the gradient of the normalization needs. The
+statistics and gradients equal those of one process with all of these samples.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class SyncNorm(_BatchNorm):
     """BatchNorm whose statistics in training are those of the samples of all ranks of `group`.
 
-    Every rank must call it the same number of times. With one rank it is a plain BatchNorm. The
+    Every rank must call it the same number of times. With one rank it is an ordinary BatchNorm. The
     arguments are those of torch's BatchNorm.
     """
 
@@ -38,8 +37,10 @@ class SyncNorm(_BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name
-        """Normalize (B, C) or (B, C, ...) over the samples of all ranks; the output has the same
-        shape."""
+        """Normalize `input`, (B, C) or (B, C, ...), over the samples of all ranks.
+
+        The output has the same shape.
+        """
         if not self.training or self.group.is_alone:
             made: Tensor = super().forward(input)
             return made
@@ -119,10 +120,10 @@ def _spread(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
-    """Replace every BatchNorm of `model` by a SyncNorm with its parameters and buffers; return the
-    SyncNorms.
+    """Replace every BatchNorm of `model` with a SyncNorm; return the SyncNorms.
 
-    Raises TaskError for a model that is itself a BatchNorm, and for a subclass of BatchNorm.
+    A SyncNorm takes over the parameters and buffers of the BatchNorm. Raises TaskError for a model
+    that is itself a BatchNorm, and for a subclass of BatchNorm.
     """
     if isinstance(model, PLAIN):
         raise TaskError(

@@ -1,4 +1,4 @@
-"""Sums of a step over all ranks: the loss terms with their counts, and the samples, in one
+"""Sums of a step over all ranks: the loss terms, their counts, and the samples, in one
 all-reduce."""
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ Names = tuple[tuple[str, float], ...]  # loss terms with their weights
 
 
 class Totals:
-    """Sum of a step's loss terms over the ranks of a group, in float64, so that the order of the
-    ranks does not show."""
+    """Sum of a step's loss terms over the ranks of a group.
+
+    It is computed in float64, so that the order of the ranks has no visible effect.
+    """
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -29,8 +31,11 @@ class Totals:
     def add(
         self, update: str, mine: Mapping[str, Row], extra: Sequence[float] = ()
     ) -> tuple[dict[str, Row], list[float]]:
-        """Return the loss terms summed over all ranks, by name, and the sums of `extra`; a rank
-        without a batch passes no terms."""
+        """Return the loss terms summed over all ranks, by name, and the sums of `extra`.
+
+        `mine` has the total, the count and the weight of each loss term of the update on this rank.
+        A rank without a batch passes no terms.
+        """
         names = self._find_names(update, mine)
         row = self._as_row(names, mine, extra)
         return self._unflatten_sums(names, self._group.add(row.to(self._group.device)).tolist())
@@ -42,8 +47,11 @@ class Totals:
         extra: Sequence[float],
         virtual: VirtualRanks,
     ) -> tuple[dict[str, Row], list[float]]:
-        """Return the same sums as `add` for virtual ranks, one row of terms each, added in the
-        order of the virtual ranks."""
+        """Return the same sums as `add`, but computed with virtual ranks.
+
+        `rows` has the loss terms of each virtual rank that this rank computes. They are added in
+        the order of the virtual ranks.
+        """
         names = self._find_names(update, next((row for row in rows if row), {}))
         nothing = [0.0] * len(extra)
         made = torch.stack(
@@ -85,7 +93,7 @@ class Totals:
         return found, summed[2 * len(names) :]
 
     def add_counts(self, update: str, counts: Sequence[tuple[str, float]]) -> dict[str, float]:
-        """Return counts summed over all ranks, for use before the backward pass.
+        """Return counts summed over all ranks, which are needed before the backward pass.
 
         Every rank passes the same names, or none if it has no batch.
         """
@@ -101,8 +109,11 @@ class Totals:
         return dict(zip((name for name, _ in names), self._group.add(row).tolist(), strict=True))
 
     def _find_names(self, update: str, mine: Mapping[str, Row]) -> tuple[tuple[str, float], ...]:
-        """Return the terms of an update with their weights, which the ranks agree on at its first
-        step: one may have no batch."""
+        """Return the names of an update's loss terms, with their weights.
+
+        All ranks agree on them when the update has its first step, because a rank may have no
+        batch.
+        """
         if update not in self._names:
             text = json.dumps([(name, weight) for name, (_, _, weight) in mine.items()])
             rows = [json.loads(each) for each in self._group.exchange(text)]

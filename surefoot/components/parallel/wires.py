@@ -1,9 +1,8 @@
-"""Compression of gradient buckets: uncompressed, in 16 bits, or as products of low rank
-(`low_rank`).
+"""Compression of gradient buckets: none, 16 bits, or products of low rank (`low_rank`).
 
-`begin` runs when all gradients of a bucket exist, and returns a function that waits, called after
-the backward pass. That function may return another one to wait for, where the reduction has several
-rounds; the buckets then take turns.
+The method `begin` of a reducer is called when all gradients of a bucket exist. It returns a
+function that waits for the reduction, which is called after the backward pass. If the reduction has
+several rounds, that function returns a further function to wait for, and the buckets take turns.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ TOP = 15  # sums in fp16 stay below 2 ** 15; the largest fp16 is 65504
 
 @dataclass(frozen=True)
 class Compression:
-    """Compression of gradients before they are sent.
+    """Compression of gradients before they are sent to other ranks.
 
     Args:
         kind: "none", "bf16", "fp16" or "powersgd" (Vogels et al. 2019, arXiv 1905.13727).
-        rank: Number of columns of P and Q with powersgd.
+        rank: Number of columns of the low-rank factors P and Q; only for powersgd.
     """
 
     kind: Literal["none", "bf16", "fp16", "powersgd"] = "none"
@@ -41,19 +40,18 @@ NONE = Compression()
 
 
 class CountedGroup:
-    """The group, with the bytes and collectives that this rank has sent; `num_bytes` counts the
-    arguments of the collectives."""
+    """Group that counts the collectives of this rank, and the bytes of their arguments."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
         self.num_bytes = self.num_collectives = 0
 
     def add(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an all-reduce (sum) of `tensor` in place; return the function that waits for it."""
+        """Start an all-reduce (sum) of `tensor` in place; return a function that waits for it."""
         return self._count_bytes(tensor, self.group.begin_to_add)
 
     def most(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an all-reduce (maximum) of `tensor` in place; return the function that waits for
+        """Start an all-reduce (maximum) of `tensor` in place; return a function that waits for
         it."""
         return self._count_bytes(tensor, self.group.begin_to_take_largest)
 
@@ -66,13 +64,16 @@ class CountedGroup:
 
 
 class Wire(Protocol):
-    """Reducer of one bucket, whose tensor holds the sum over all ranks after the last wait."""
+    """Reducer of one bucket of gradients.
+
+    After the last wait, the tensor of the bucket contains the sum over all ranks.
+    """
 
     def begin(self) -> Wait: ...
 
 
 class Plain:
-    """Reducer without compression."""
+    """Reducer of one bucket without compression."""
 
     def __init__(self, flat: Tensor, link: CountedGroup) -> None:
         self._flat, self._link = flat, link
@@ -82,10 +83,11 @@ class Plain:
 
 
 class BrainFloat:
-    """Reducer in bf16, which has the range of fp32: half the bytes, and summed in bf16 too.
+    """Reducer of one bucket in bf16, which has the range of fp32.
 
-    The error of a sum over n ranks is at most ((1 + 2^-8)^n - 1) times the sum of magnitudes: one
-    rounding for the cast, one for each addition.
+    It sends half the bytes of fp32, and the sum is computed in bf16, too. The error of a sum over n
+    ranks is at most ((1 + 2^-8)^n - 1) times the sum of magnitudes: one rounding for the cast, and
+    one for each addition.
     """
 
     def __init__(self, flat: Tensor, link: CountedGroup) -> None:
@@ -101,16 +103,17 @@ class BrainFloat:
 
 
 class Half:
-    """Reducer in fp16, scaled by a power of two from the largest value of all ranks, so that a sum
-    over all ranks stays below 2^15.
+    """Reducer of one bucket in fp16, with a scale that prevents overflow of the sums.
 
-    No sum overflows, and a value 2^29 times smaller than the largest of its bucket still has all 11
-    bits. It is 8 times as precise as bf16, and costs one more all-reduce, of one number, which runs
-    after the backward pass. Non-finite values stay non-finite.
+    The scale is a power of two. It is computed from the largest value on all ranks, so that a sum
+    over all ranks stays below 2^15. A value 2^29 times smaller than the largest value of its bucket
+    still has all 11 bits. The reducer is 8 times as precise as one in bf16, but needs one more
+    all-reduce, of one number, which runs after the backward pass. Non-finite values stay
+    non-finite.
     """
 
     def __init__(self, flat: Tensor, num_tail: int, link: CountedGroup) -> None:
-        """Split `flat`: its last `num_tail` elements are counts of ranks, which are not scaled."""
+        """Split `flat` into gradients, and `num_tail` counts of ranks, which are not scaled."""
         self._gradients, self._tail = (
             flat[: flat.numel() - num_tail],
             flat[flat.numel() - num_tail :],

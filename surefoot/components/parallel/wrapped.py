@@ -1,5 +1,7 @@
-"""Detection of models in torch's wrappers for several devices, which surefoot rejects: both would
-sum the gradients."""
+"""Check for models in a torch wrapper for several devices, which surefoot rejects.
+
+Both the wrapper and surefoot would sum the gradients.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ WRAPPERS = {
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise TaskError for a model that is, or contains, one of torch's wrappers for several
-    devices."""
+    """Raise TaskError for a model that is, or contains, a torch wrapper for several devices.
+
+    For example, such a wrapper is DistributedDataParallel.
+    """
     for place, module in model.named_modules():
         for kind in type(module).__mro__:
             if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):

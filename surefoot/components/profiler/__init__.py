@@ -1,5 +1,8 @@
-"""Profiler: the time of a run by phase, measured by clocks that are always on, and a context that
-times one block."""
+"""Profiling of training.
+
+Clocks measure the phases of a run, counters the FLOPs and bytes of its operators, and windows of
+torch.profiler record some of its steps.
+"""
 
 from surefoot.core.old_homes import moved_to
 

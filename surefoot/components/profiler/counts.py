@@ -1,5 +1,6 @@
-"""Counts of a model's operators while they run: FLOPs, bytes and time of each, for the whole step
-and for each module.
+"""Counts of the FLOPs, bytes and time of each torch operator that a model runs.
+
+The counts are available for a whole step and for each module.
 
     with Counter(model) as counter:
         loss(model(batch)).backward()
@@ -7,8 +8,8 @@ and for each module.
     counter.modules()       # the modules that ran; a module includes its backward pass and its
         submodules
 
-It uses `torch.utils._python_dispatch.TorchDispatchMode`, as torch's flop counter does. A fused
-operator is one call, as it is for the device; operators inside a compiled graph are not seen.
+`Counter` is a `torch.utils._python_dispatch.TorchDispatchMode`, as the FLOP counter of torch is. A
+fused operator counts as one call. Operators inside a compiled graph are not counted.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class _Tally:
 
 
 class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which every operator is counted and timed; `model` gives the modules their
-    names.
+    """A context that counts the FLOPs, bytes and time of each torch operator that runs in it.
 
-    On a GPU the time is that between two events around each call, read when the context ends.
+    Operators are attributed to the modules of `model`, under their names in
+    `model.named_modules()`. On a GPU, the time of a call is that between two CUDA events around it.
+    The events are read when the context ends.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -88,7 +90,7 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        # events of a GPU say nothing about an operator on the CPU beside it
+        # events of a GPU cannot time an operator that runs on the CPU
         events = (make_cuda_event(), make_cuda_event()) if uses_gpu() else None
         if events is not None:
             events[0].record()
@@ -102,12 +104,12 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = count(func, args, kwargs, out)
         name = str(func.overloadpacket).removeprefix("aten.")
         if not call.is_known:
-            # with a complex dtype: for real dtypes the operator may have a formula
+            # the name includes a complex dtype: for real dtypes the operator may have a formula
             self.unknown.add(f"{name} ({call.dtype})" if call.dtype in COMPLEX.values() else name)
         around = self._whereabouts.module_stack()
         is_backward, is_on = self._tracker.is_bw, torch.is_grad_enabled()
         is_again = is_backward and is_on  # gradients are on inside a backward pass: a recomputation
-        # else a matmul of the optimizer, as Muon's
+        # otherwise it is a matmul of the optimizer, such as Muon's
         is_asked = not is_again and (is_backward or is_on or bool(around))
         tallies = [
             self._tallies[module, name, call.dtype, call.group] for module in (WHOLE, *around)
@@ -124,8 +126,10 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def of(self, module: str = WHOLE) -> list[OperatorWork]:
-        """Return the operators that ran inside `module`, one row for each operator and dtype, the
-        longest first."""
+        """Return one row for each operator and dtype that ran inside `module`, the slowest first.
+
+        `module` is a name that `modules` returns, or "" for the whole step.
+        """
         rows = [
             OperatorWork(
                 operator=name,
@@ -143,21 +147,25 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return sorted(rows, key=lambda row: -row.elapsed_s)
 
     def modules(self) -> list[str]:
-        """Return the modules that ran an operator, in order of their first operator; `.` is the
-        model itself."""
+        """Return the names of the modules that ran an operator, in order of their first operator.
+
+        The model itself has the name ".".
+        """
         return list(dict.fromkeys(where for where, *_ in self._tallies if where != WHOLE))
 
     @property
     def again_flops(self) -> int:
-        """FLOPs of matmuls that a backward pass recomputed (activation checkpointing); they are no
-        model FLOPs."""
+        """FLOPs of the matmuls that backward passes recomputed because of activation checkpointing.
+
+        They are not part of the model FLOPs.
+        """
         return sum(
             tally.again_flops for (where, *_), tally in self._tallies.items() if where == WHOLE
         )
 
 
 def _is_on_cuda(value: Any) -> bool:
-    """Return whether an argument or a result of an operator is or has a tensor on a GPU."""
+    """Return whether `value` is a tensor on a GPU, or a list or tuple that contains one."""
     if isinstance(value, list | tuple):
         return any(map(_is_on_cuda, value))
     return isinstance(value, Tensor) and value.is_cuda

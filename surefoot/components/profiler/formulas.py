@@ -1,11 +1,15 @@
-"""FLOPs and bytes of a call of a torch operator, from the shapes of its inputs and outputs.
+"""FLOPs and bytes of one call of a torch operator, from the shapes of its inputs and outputs.
 
-FLOPs are those of core/cost/shape; a pointwise operator counts one for each floating-point element
-of its result, whatever the function. Bytes: each input tensor is read once and each output is
-written once, as with a perfect cache; a broadcast tensor counts the bytes that it has in memory, a
-look-up reads only the rows that it selects, a view moves nothing. Arithmetic on complex numbers has
-no formula: a product takes four times the multiplications of a real one, a sum twice the additions,
-a function has no agreed count.
+FLOPs follow the conventions in core/cost/shape. A pointwise operator counts one FLOP for each
+floating-point element of its result, whatever the function is.
+
+For bytes, each input tensor is read once and each output is written once, as with a perfect cache.
+A broadcast tensor counts the bytes that it occupies in memory. A lookup counts only the rows that
+it selects. A view counts 0 bytes.
+
+Operators on complex numbers have no formula for FLOPs: a product takes four times the
+multiplications of a real product, a sum takes twice the additions, and there is no agreed count for
+other functions.
 """
 
 # the indices below follow the arguments of each operator's schema
@@ -43,7 +47,7 @@ COMPLEX = {
 
 
 def _packets(names: str) -> set[Any]:
-    """Return the operators of torch with these names, which spaces separate."""
+    """Return the torch operators with the given names, which are separated by spaces."""
     return {getattr(aten, name) for name in names.split()}
 
 
@@ -155,8 +159,12 @@ MUTATED = {
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """The cost of one call: `group` is the kind of operator, `is_known` is false where its FLOPs
-    have no formula."""
+    """Cost of one call of an operator.
+
+    `group` is the type of the operator, for example "product" or "pointwise". `model_flops` are the
+    FLOPs of matmuls, convolutions and attention. `is_known` is false if the operator has no formula
+    for its FLOPs.
+    """
 
     group: str
     dtype: str
@@ -167,7 +175,7 @@ class OperatorCall:
 
 
 def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> OperatorCall:
-    """Return the cost of a call of the overload `func` with the result `out`."""
+    """Return the cost of one call of the operator overload `func`, whose result is `out`."""
     packet = func.overloadpacket
     read, written = list(_tensors((args, kwargs))), list(_tensors(out))
     dtype = _complex_dtype((*written, *read)) or _dtype(written) or _dtype(read) or NO_FLOAT
@@ -185,7 +193,7 @@ def count(func: Any, args: Args, kwargs: Mapping[str, Any], out: Any) -> Operato
 
 
 def _is_free(group: str, written: Sequence[Tensor]) -> bool:
-    """Return whether an operator counts no FLOPs for any dtype: a copy, a look-up, a comparison."""
+    """Return whether an operator, such as a copy or a comparison, has 0 FLOPs for any dtype."""
     return group in ("move", "look-up") or (
         bool(written) and all(each.dtype == torch.bool for each in written)
     )
@@ -200,7 +208,10 @@ def _flops(
     read: list[Tensor],
     written: list[Tensor],
 ) -> tuple[Flops | None, str]:
-    """Return the FLOPs, None without a formula, and the kind of operator."""
+    """Return the FLOPs of a call, and the type of the operator, for example "pointwise".
+
+    The FLOPs are None if the operator has no formula.
+    """
     if packet in FORMULAS:
         group, formula = FORMULAS[packet]
         return formula(args, kwargs, out), group
@@ -263,8 +274,11 @@ def _convolution(args: Args, kwargs: Mapping[str, Any], out: Tensor) -> Flops:
 
 
 def _convolution_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Return the FLOPs once for each requested gradient of input and weights; the bias gradient is
-    one sum."""
+    """Return the FLOPs of the backward pass of a convolution.
+
+    Each requested gradient of the input and of the weight costs as much as the forward pass. The
+    gradient of the bias is a sum, with one FLOP for each element of the output gradient.
+    """
     gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
     once = shape.convolution_flops(weight.shape, inputs.numel() if transposed else gradient.numel())
     products = once * (wanted[0] + wanted[1])
@@ -280,8 +294,11 @@ def _attention_backward(args: Args, kwargs: Mapping[str, Any], out: Any, causal_
 
 
 def _attention_sizes(inputs: Sequence[Tensor], causal: Args) -> tuple[int, int, int]:
-    """Return the number of query-key pairs over batch and heads, and the sizes of a key and a
-    value; `causal` starts with `is_causal`, or is empty without causal attention."""
+    """Return the number of query-key pairs, the size of a key, and the size of a value.
+
+    The pairs are summed over batch and heads. `causal` starts with the value of `is_causal`; if it
+    is empty, the attention is not causal.
+    """
     query, key, value = inputs
     heads = math.prod(query.shape[:-2])
     is_causal = len(causal) > 0 and bool(causal[0])
@@ -295,8 +312,11 @@ def _norm(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any) -> Flops
 
 
 def _batch_norm(args: Args, kwargs: Mapping[str, Any], out: Any) -> Flops:
-    """Return the FLOPs of a BatchNorm; in evaluation, with given statistics, a difference and a
-    scale remain."""
+    """Return the FLOPs of a BatchNorm.
+
+    In evaluation mode, which uses running statistics, only a subtraction, a multiplication and the
+    affine parameters count.
+    """
     inputs, weight, bias = args[:3]
     is_training = next((each for each in args[3:] if isinstance(each, bool)), True)
     affine = (weight is not None) + (bias is not None)
@@ -316,8 +336,11 @@ def _norm_backward(args: Args, kwargs: Mapping[str, Any], out: Any, packet: Any)
 def _recurrent(
     args: Args, kwargs: Mapping[str, Any], out: Any, first: int = 0, times: int = 1
 ) -> Flops:
-    """Return the FLOPs of one oneDNN layer in one direction; `times` is 2 for a backward pass, with
-    two matmuls for each."""
+    """Return the FLOPs of one oneDNN recurrent layer in one direction.
+
+    `first` is the index of the input in `args`. `times` is 2 for a backward pass, which has two
+    matmuls for each matmul of the forward pass.
+    """
     inputs, weight, hidden = args[first], args[first + 1], args[first + 2].shape[-1]
     rows, gates = inputs.numel() // weight.shape[-1], weight.shape[0] // hidden
     every, products = shape.recurrent_flops(rows, weight.shape[-1], hidden, gates)
@@ -375,8 +398,10 @@ def _dtype(tensors: Iterable[Tensor]) -> str | None:
 
 
 def _complex_dtype(tensors: Iterable[Tensor]) -> str | None:
-    """Return the first complex dtype, if there is one: a single complex tensor makes the arithmetic
-    complex."""
+    """Return the name of the first complex dtype among the tensors, or None if there is none.
+
+    A single complex tensor makes the arithmetic of an operator complex.
+    """
     return next((COMPLEX[each.dtype] for each in tensors if each.is_complex()), None)
 
 
@@ -385,7 +410,10 @@ def _size(tensor: Tensor) -> int:
 
 
 def _stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes that a tensor has in memory; a broadcast dimension has none."""
+    """Return the bytes that a tensor occupies in memory.
+
+    A broadcast dimension, whose stride is 0, does not add to them.
+    """
     if tensor.layout is not torch.strided:
         return tensor.numel() * tensor.element_size()
     sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)

@@ -1,8 +1,7 @@
-"""Peak FLOP/s and bandwidth of this device, measured by short kernels: the best of many dense
-matmuls of each dtype, and of copies.
+"""Peak FLOP/s and memory bandwidth of a device, measured with short matmuls and copies.
 
-The best and not the mean: other load on the machine can only make a kernel slower, so the fastest
-run is the nearest to the peak, and it is repeatable.
+The result is the best of many measurements, not their mean. Other load on the machine can only make
+a kernel slower, so the fastest measurement is the closest to the peak, and it is repeatable.
 """
 
 from __future__ import annotations
@@ -45,10 +44,11 @@ PASSES, KEPT, BUDGET_S, COPIES_S = 8, 4, 0.03, 0.1
 def measure_peaks(
     device: torch.device, *, threads: int | None = None, dtypes: Sequence[str] | None = None
 ) -> Peaks:
-    """Measure the peak FLOP/s and bandwidth of `device`.
+    """Measure the peak FLOP/s of each dtype and the memory bandwidth of `device`.
 
-    On a CPU `threads` sets the number of threads, by default torch's current number. A dtype
-    without a matmul on the device is left out.
+    On a CPU, `threads` is the number of threads; None stands for the number that torch uses now.
+    `dtypes` are names such as "bf16"; None stands for all of them. A dtype is left out of the
+    result if the device has no matmul for it.
     """
     with _threads(threads if device.type == "cpu" else None):
         wanted = {
@@ -74,7 +74,7 @@ def measure_peaks(
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device: of the processor, or of the GPU by its driver."""
+    """Return the model name of the CPU or GPU; for any other device, return its type."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return find_machine().processor if device.type == "cpu" else device.type
@@ -100,15 +100,17 @@ def _plain(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callabl
 def _matmul_transposed(
     rows: int, inner: int, columns: int, like: dict[str, Any]
 ) -> Callable[[], Any]:
-    """Return a matmul whose second factor is transposed, as a linear layer stores its weight."""
+    """Return a function that multiplies by a transposed matrix, as a linear layer does."""
     one, other = torch.ones(rows, inner, **like), torch.ones(columns, inner, **like).T
     out = torch.empty(rows, columns, **like)
     return lambda: torch.mm(one, other, out=out)
 
 
 def _onednn(rows: int, inner: int, columns: int, like: dict[str, Any]) -> Callable[[], Any]:
-    """Return a matmul by oneDNN, which convolutions use on a CPU: on some processors its
-    instructions are twice as wide as those of `mm`."""
+    """Return a function that runs a matmul with oneDNN, which convolutions use on a CPU.
+
+    On some processors, oneDNN uses instructions that are twice as wide as those of `torch.mm`.
+    """
     one, other = (
         torch.ones(rows, inner, **like).to_mkldnn(),
         torch.ones(columns, inner, **like).to_mkldnn(),
@@ -123,8 +125,11 @@ CALLS: dict[str, tuple[Make, ...]] = {
 
 
 class _Products:
-    """The matmuls of one dtype: all functions and shapes in the first round, then only the fastest
-    of them."""
+    """Matmuls of one dtype on one device, which are measured in rounds.
+
+    The first round measures all functions and shapes; later rounds measure only the fastest of
+    them.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._like = device, {"device": device, "dtype": dtype}
@@ -137,10 +142,10 @@ class _Products:
         return max(self._best_of.values())
 
     def take(self) -> None:
-        """Measure the remaining matmuls, and keep the fastest.
+        """Measure the remaining matmuls, and discard all but the fastest of them.
 
-        A matmul that the device does not support, or that takes too long (an emulated dtype), is
-        dropped.
+        A matmul is also discarded if the device does not support it, or if it takes too long, for
+        example because its dtype is emulated.
         """
         rates = {(make, shape): self._flops_per_s(make, shape) for make, shape in self._left}
         self._left = sorted((each for each in rates if rates[each]), key=lambda each: -rates[each])[
@@ -160,8 +165,10 @@ class _Products:
 
 
 def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> float:
-    """Return bytes read and written per second; the read of a cache line before it is written is
-    not counted."""
+    """Return the bandwidth of a copy in bytes per second, the sum of bytes read and bytes written.
+
+    A CPU may also read a cache line before it writes it; these reads are not counted.
+    """
     # written once, so that all pages are mapped
     source, target = (torch.ones(size // 4, device=device) for _ in range(2))
     repeats = max(1, (1 << 22) // size)  # a copy inside a cache is shorter than a clock's tick
@@ -176,8 +183,11 @@ def _copied_bytes_per_s(device: torch.device, size: int, budget_s: float) -> flo
 
 
 def _min_call_s(call: Callable[[], Any], device: torch.device, budget_s: float) -> float:
-    """Return the shortest time of the calls that fit into the budget, at least two: the first one
-    is cold."""
+    """Return the shortest time of one call, in seconds.
+
+    `call` is repeated for `budget_s` seconds. It runs at least twice, because the first call is
+    slower.
+    """
     until_s, samples = time.perf_counter() + budget_s, 0
     best_s = float("inf")
     while samples < MIN_SAMPLES or time.perf_counter() < until_s:

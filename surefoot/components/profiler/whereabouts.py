@@ -1,8 +1,8 @@
-"""The module that is running: in the forward pass by hooks, in the backward pass by the autograd
-nodes that it created.
+"""Tracking of the module that is running, in the forward pass and in the backward pass.
 
-Each node belongs to the innermost module that was running when the node was created, so that
-modules which share an input, or return it unchanged, can be distinguished.
+In the forward pass, module hooks report the module. In the backward pass, hooks of the autograd
+nodes report it: each node belongs to the innermost module that was running when the node was
+created. Modules can therefore be distinguished even if they share an input or return it unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ ROOT = "."  # the model itself
 
 
 class ModuleFollower:
-    """A context that follows the modules of `model`; `now` is the name of the innermost running
-    one, None between modules."""
+    """A context that tracks which module of `model` is running.
+
+    `now` is the name of the innermost running module, or None if no module is running.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {module: name or ROOT for name, module in model.named_modules()}
@@ -54,7 +56,10 @@ class ModuleFollower:
         return self._running[-1][0] if self._running else self._behind
 
     def module_stack(self) -> list[str]:
-        """Return the running module and all modules that contain it, the model itself first."""
+        """Return the names of the running module and of all modules around it, the outermost first.
+
+        The model itself has the name ".". The list is empty if no module is running.
+        """
         name = self.now
         if name is None or name == ROOT:
             return [] if name is None else [ROOT]
@@ -68,8 +73,11 @@ class ModuleFollower:
         return enter
 
     def _exit_module(self, module: nn.Module, args: Any, out: Any) -> None:
-        """End a module's forward pass, and give it the autograd nodes between its inputs and
-        outputs that no module has."""
+        """End the forward pass of a module, and assign its autograd nodes to it.
+
+        These are the nodes between the inputs and the outputs of the module, except for nodes that
+        belong to a different module already.
+        """
         name, seen = self._running.pop()
         waiting = list(_nodes(out))
         while waiting:
@@ -96,5 +104,5 @@ class ModuleFollower:
 
 
 def _nodes(tree: Any) -> Iterator[Any]:
-    """Return the autograd node of each tensor in `tree`."""
+    """Return an iterator over the autograd nodes (`grad_fn`) of the tensors in `tree`."""
     return (each.grad_fn for each in find_tensors(tree) if each.grad_fn is not None)

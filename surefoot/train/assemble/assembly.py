@@ -1,4 +1,4 @@
-"""The parts that a run trains with, and the records that are made from them."""
+"""Parts that a run trains with, and the log records that are made from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Engine:
-    """Compute parts of a run: device, precision, weight average, stepper and compiled model."""
+    """Device, precision, weight average, stepper, recomputation and compilation of a run."""
 
     device: torch.device
     policy: Policy
@@ -65,9 +65,9 @@ class Assembly:
     schedule: Curve
     engine: Engine
     notes: list[str]
-    told: list[str]  # notes that are said at the start, too
+    told: list[str]  # notes that are printed at the start too
     tried: Evaluation | None = None  # of a few samples
-    # are printed at the start even with --quiet
+    # printed at the start, even with --quiet
     warnings: list[str] = field(default_factory=list)
     trained: TrainedSet = field(kw_only=True)
 
@@ -76,7 +76,11 @@ class Assembly:
         return self.course.feed
 
     def read(self, epoch: int, ids: np.ndarray) -> Batch:
-        """Return the samples `ids` on the device, augmented. Raises what reading them raises."""
+        """Return the samples `ids` of `epoch` as an augmented batch on the device of the run.
+
+        With `data.on_bad = "skip"`, unreadable samples are left out. Otherwise an error of the
+        source is raised unchanged.
+        """
         source, augment, seed = self.feed.source, self.task.augment, self.spec.train.seed
         skips = self.spec.data.on_bad == "skip"
         found = (
@@ -88,7 +92,11 @@ class Assembly:
         return augment(batch, Keys(seed, epoch, found.readable_ids(ids), self.engine.device))
 
     def reading(self, tell: Callable[[LoaderNotice], None]) -> Reading:
-        """Return the function with which an evaluation reads batches, with the loader's workers."""
+        """Return a function that reads the batches of an evaluation with the loader settings.
+
+        `tell` is called with notices about failed workers, unreadable samples and other data
+        problems.
+        """
         settings = replace(self.engine.stepper.loader.settings, most=0)
         return lambda source, batch, device, share, key: read_once(
             self.spec, source, batch, device, settings, tell, share, key
@@ -101,9 +109,11 @@ class Assembly:
         tell: Callable[[int, int | None], None],
         notice: Callable[[LoaderNotice], None],
     ) -> Evaluation:
-        """Evaluate the model's current weights on `split`, shared by the ranks of `group`.
+        """Evaluate the current weights of the model on `split`.
 
-        `tell` is called with the samples done and their total, `notice` with the loader's notices.
+        The ranks of `group` share the samples. `tell` is called with the number of samples
+        evaluated so far and with the total (None if unknown). `notice` is called with notices of
+        the data loader.
         """
         return evaluate(
             self.model,
@@ -123,19 +133,22 @@ class Assembly:
 
     @property
     def is_even(self) -> bool:
-        """True if all ranks must run the same number of forward passes."""
+        """True if all ranks must run the same number of passes in a step (stages 2 and 3)."""
         ranks = self.engine.stepper.ranks
         return ranks is not None and ranks.is_even
 
     @property
     def noise(self) -> Noise | None:
-        """Gradient noise of the last steps; None if `observe.noise` is off or they are too few."""
+        """Gradient noise estimated from the last steps.
+
+        None if `observe.noise` is off or there were too few steps.
+        """
         watched = self.engine.stepper.noise
         return None if watched is None else watched.estimate()
 
     @property
     def said(self) -> tuple[str, ...]:
-        """Messages for the start: the compute precision unless it is the default, and `told`."""
+        """Notes for the start: `told`, and the compute precision unless it is the default."""
         policy = self.engine.policy
         return (
             *([] if policy.why == PLAIN.why else [f"computing in {policy.compute} ({policy.why})"]),
@@ -152,7 +165,10 @@ class Assembly:
         first_step: int,
         parent: Mapping[str, Any],
     ) -> events.Started:
-        """Return an attempt's Started record; the environment's decisions are in `spec`."""
+        """Return the Started record of an attempt.
+
+        `spec` is the spec of the attempt with the number of threads and absolute paths filled in.
+        """
         source = self.feed.source
         return events.Started(
             generation=generation,

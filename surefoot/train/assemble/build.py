@@ -1,4 +1,4 @@
-"""Build all parts of a training step from a spec and a task, in a fixed order with its reasons."""
+"""Build all parts of a run from a spec and a task, in a fixed order."""
 
 from __future__ import annotations
 
@@ -69,17 +69,25 @@ def assemble(
 ) -> Assembly:
     """Build all parts that a run of `spec` trains with.
 
-    Seeds come first, so that initial weights are reproducible; data comes before the optimizer,
-    because schedules need its length. `better` says whether a higher or a lower score is better;
-    without it a few samples are evaluated to find out. `mesh` holds the ranks of the run. Raises an
-    InputError for a spec or a task that cannot be run.
+    The random seeds are set first, so that initial weights are reproducible. The data is read
+    before the optimizer is built, because schedules need the number of samples.
+
+    Args:
+        spec: the settings of the run.
+        task: the task object; None for the task that the spec names.
+        better: whether a higher or a lower score is better; None to find out by evaluating a few
+            samples.
+        mesh: the ranks of the run.
+
+    Raises:
+        InputError: if the spec or the task cannot be run.
     """
     if not mesh.is_sharded or spec.layout.zero_stage < 3:
         return _assemble(spec, task, better, mesh)
     from surefoot.components.memory.spilled import FileBackedParameters
 
     give_back_large_blocks()
-    with FileBackedParameters():  # what is built whole, and of which a rank keeps rows
+    with FileBackedParameters():  # parameters that are built whole before sharding
         return _assemble(spec, task, better, mesh)
 
 
@@ -164,7 +172,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
 
 
 def _describe_choices(spec: RunSpec, task: ResolvedTask, feed: Feed) -> list[str]:
-    """Return notes on the task, the norms of the model and the samples of an epoch."""
+    """Return notes on the task, BatchNorm, samples that are left out, and the training source."""
     notes, source = list[str](), feed.source
     if task.importable is None:
         notes.append(
@@ -190,7 +198,10 @@ def _try_out(
     device: torch.device,
     unshared: set[str],
 ) -> Evaluation:
-    """Evaluate a few samples; add the metrics that ranks cannot share to `unshared`."""
+    """Evaluate a few samples.
+
+    The metrics whose partial results the ranks cannot send each other are added to `unshared`.
+    """
     split = spec.evaluate.split
     watched = watch(task, unshared)
     source = read(split)
@@ -202,7 +213,7 @@ def _try_out(
         score=spec.evaluate.score,
         device=device,
         batch=spec.evaluate.batch or spec.train.batch,
-        # what is stored in bf16 cannot be computed with in fp32
+        # weights stored in bf16 cannot compute in fp32
         precision=spec.precision.weights,
     )
 
@@ -237,7 +248,7 @@ def _make_engine(
     group: Group,
     device: torch.device,
 ) -> tuple[Engine, list[str]]:
-    """Return the compute parts of a run, and notes. Raises SpecError for a bad combination."""
+    """Return the engine of a run, and notes. Raises SpecError for keys that cannot be combined."""
     notes: list[str] = []
     average = make_average(spec.optim, model)
     policy = build_policy(
@@ -283,7 +294,10 @@ def _make_engine(
 
 
 def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:
-    """Return the gradient noise estimator. Raises SpecError without two batch sizes to compare."""
+    """Return the estimator of the gradient noise.
+
+    Raises SpecError if a step has only one microbatch, or several updates.
+    """
     from surefoot.components.stability.noise import GradientNoise
 
     if feed.microbatch >= feed.batch or len(updates) > 1:

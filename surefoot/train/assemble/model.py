@@ -1,5 +1,4 @@
-"""The task of a run, built from its spec, or given with a spec that can build it again; and its
-model, with norms and storage as the spec says."""
+"""Task and model of a run, with the norm layers and the weight formats that the spec selects."""
 
 from __future__ import annotations
 
@@ -54,12 +53,19 @@ def build_on_device(spec: RunSpec, task: ResolvedTask, device: torch.device) -> 
 def find_wanted_blocks(
     spec: RunSpec, task: ResolvedTask, model: nn.Module
 ) -> Sequence[str | nn.Module]:
-    """Return the blocks to recompute: `memory.blocks`, else the task's; empty for repeated ones."""
+    """Return the blocks that `memory.blocks` names, else those of the task's `blocks(model)`.
+
+    The result is empty if neither names blocks; callers then use the repeated modules of the model.
+    """
     return spec.memory.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
 
 
 def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -> list[str]:
-    """Store weights as [precision] says; return notes. Raises SpecError for unknown patterns."""
+    """Convert the model to the memory format and number formats of the spec; return notes.
+
+    With `with_masters` false, no fp32 master weights are made. Raises SpecError if a pattern of
+    `precision.keep` matches no module.
+    """
 
     notes, kept = [], dict[str, nn.Module]()
     if spec.train.memory_format == "channels_last":
@@ -70,14 +76,14 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
         from surefoot.components.precision.keep import keep_in_fp32
 
         kept = keep_in_fp32(model, spec.precision.keep)
-    # rows that are gathered in bf16 stay in fp32
+    # a sharded rank keeps its rows in fp32 and gathers them in bf16
     if spec.precision.weights == "bf16" and not (with_masters and spec.layout.shard > 1):
         from surefoot.components.optim.masters import store_narrow
 
         store_narrow(
             model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32"
         )
-    # a rank that holds rows keeps those there
+    # a sharded rank keeps its rows on the host itself
     if with_masters and spec.memory.offload == "optimizer" and spec.layout.shard == 1:
         from surefoot.components.optim.masters import keep_on_host
 
@@ -91,7 +97,12 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
 
 
 def take_task(spec: RunSpec, task: Any = None) -> tuple[ResolvedTask, RunSpec]:
-    """Return the resolved `task`, or the spec's task, and the spec that can build it again."""
+    """Return the resolved task, and a spec from which the task can be built again.
+
+    If `task` is None, the task that the spec names is loaded. If a task object cannot be imported
+    again, the returned spec names no task. Raises SpecError if `data.folder` is set although the
+    task is an object.
+    """
     if task is None:
         return load_task(spec), spec
     if isinstance(task, ResolvedTask):
@@ -114,7 +125,11 @@ def take_task(spec: RunSpec, task: Any = None) -> tuple[ResolvedTask, RunSpec]:
 
 
 def load_task(spec: RunSpec) -> ResolvedTask:
-    """Build the spec's task with its `[data] folder`. Raises SpecError if none is named."""
+    """Build the task that the spec names, with `data.folder` as its argument `folder`.
+
+    Raises SpecError if the spec names no task, or if `data.folder` is set and the task has no
+    parameter `folder`.
+    """
     if spec.task.use is None:
         raise SpecError(
             "the spec names no task",

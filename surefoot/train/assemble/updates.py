@@ -26,7 +26,11 @@ from surefoot.train.step import LiveUpdate
 def make_curve(
     spec: RunSpec, task: ResolvedTask, schedule: Curve, feed: Feed, total_steps: int | None
 ) -> Callable[[int], float]:
-    """Return the learning rate multiplier per step: the schedule, scaled by batch size if asked."""
+    """Return a function from the step to the multiplier of the learning rate.
+
+    It uses the task's own `schedule` instead of the argument, unless the spec has a [schedule]
+    table. With `optim.reference_batch`, the multiplier is scaled by the batch size of the step.
+    """
     own = schedule_of_task(spec, task)
     return apply_batch_scaling(
         schedule if own is None else _own_curve(own, spec, total_steps), spec.optim, feed.batch_at
@@ -41,7 +45,10 @@ def make_updates(
     curve: Callable[[int], float],
     total_steps: int | None,
 ) -> tuple[list[LiveUpdate], list[str]]:
-    """Return the updates of a step, and notes. Raises SpecError or TaskError for bad ones."""
+    """Return the updates of a step with their optimizers, and notes.
+
+    Raises SpecError for settings that do not fit the task, and TaskError for invalid updates.
+    """
     notes: list[str] = []
     if schedule_of_task(spec, task) is not None:
         notes.append("the learning rate follows the task's own schedule(step, total_steps)")
@@ -58,7 +65,7 @@ def make_updates(
             f"has {len(stated)}",
             hint="set memory.update_in_backward = false",
         )
-    if many:  # for the patterns that match no parameter of any update
+    if many:  # raises for patterns that match no parameter of any update
         trained, table = find_trained(model), spec.optim
         build_groups(
             trained, weight_decay=0.0, no_decay=table.no_decay, lr_multipliers=table.lr_multipliers
@@ -104,7 +111,7 @@ def _momentum_of(schedule: Curve, every: int) -> Callable[[int], float] | None:
 
 
 def schedule_of_task(spec: RunSpec, task: ResolvedTask) -> Callable[[int, int], float] | None:
-    """Return the task's `schedule`, or None if the spec has a [schedule] table."""
+    """Return the task's `schedule`; None if it has none, or if the spec has a [schedule] table."""
     return None if "schedule" in spec.model_fields_set else task.schedule
 
 
@@ -134,12 +141,16 @@ def _is_finite(value: Any) -> bool:
 
 
 def _to_update_steps(curve: Callable[[int], float], every: int) -> Callable[[int], float]:
-    """Return `curve`, made a function of the step count of an `Update` of every n-th run step."""
+    """Convert `curve` to a function of the steps of an `Update` that runs every `every` steps."""
     return curve if every == 1 else lambda applied: curve((applied + 1) * every - 1)
 
 
 def _check_cover(task: ResolvedTask, model: nn.Module, updates: Sequence[LiveUpdate]) -> None:
-    """Check that each trained parameter is in one group, or in at least one of `updates`."""
+    """Check that every trained parameter is in an optimizer.
+
+    Without `updates` of the task, it must be in exactly one parameter group; with them it may be in
+    several.
+    """
     groups = [{"params": update.guarded.parameters} for update in updates]
     if task.updates is not None:
         groups = [
@@ -235,7 +246,7 @@ def _optimizers(
 
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return `optimizer`; refuse LBFGS, whose repeated loss calls break sample counts."""
+    """Return `optimizer`. Raises TaskError for LBFGS, which calls the loss several times."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TaskError(
             "LBFGS calls the loss several times in a step, which a run cannot do",
@@ -245,7 +256,10 @@ def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _with_stated_rate(groups: list[dict[str, Any]], table: OptimTable) -> list[dict[str, Any]]:
-    """Return `groups` with the spec's learning rate; refuse keys for surefoot's optimizers."""
+    """Return `groups` with the learning rate of the spec, if the spec sets one.
+
+    Raises SpecError if the spec sets a key that only optimizers built by surefoot read.
+    """
     idle = sorted(table.model_fields_set & {*OWN_KEYS})
     if idle:
         raise SpecError(

@@ -1,7 +1,7 @@
 """Record, time and save an existing training loop without changing it.
 
 The records are those of a Run (`events.jsonl`: Started, Step, Committed, Ended), so that `surefoot
-show` and `runs` read both alike. A restarted loop resumes from its newest whole checkpoint.
+show` and `surefoot runs` read both. A restarted loop resumes from its newest undamaged checkpoint.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def attach(
 
     Args:
         model: The model.
-        optimizer: The optimizer or optimizers, objects with `param_groups`.
+        optimizer: The optimizer, or a list of optimizers; each must have `param_groups`.
         data: Any iterable of batches.
         folder: The run folder; None for a new one in runs/.
         every: Number of steps that one `step` record summarizes.
@@ -73,7 +73,7 @@ def attach(
         RunFolderError: For a folder of a different kind.
         LostRank: If a rank does not call `attach`.
     """
-    # else the loop has joined its ranks by itself, as it read the launcher's variables
+    # if not checked, the loop has initialized torch.distributed itself
     if not environment.has_process_group():
         place.check_launcher()
     check_not_importing()
@@ -100,7 +100,7 @@ class AttachedLoop:
     def __init__(self, record: LoopRecord) -> None:
         self._record = record
         self._left = weakref.finalize(self, record.end, "stopped")
-        # then the record asks first whether an exception ended the process
+        # at exit, `end_with_process` checks first whether an exception ended the process
         self._left.atexit = False
         atexit.register(record.end_with_process)
 
@@ -114,27 +114,29 @@ class AttachedLoop:
 
     @property
     def first_pass(self) -> int:
-        """Number of finished or broken-off epochs before this attempt; the next may be partial."""
+        """Index, from 0, of the epoch in which this attempt starts; it may be partly done."""
         return self._record.first_pass
 
     @property
     def first_batch(self) -> int:
         """Index in its epoch of the first batch of the next `batches()`.
 
-        It is 0 except after a resume in mid-epoch: `enumerate(run.batches(), run.first_batch)`.
+        It is 0 except after a resume in the middle of an epoch. A loop that counts batches uses
+        `enumerate(run.batches(), run.first_batch)`.
         """
         return self._record.first_batch
 
     def save(self) -> None:
-        """Save a checkpoint now, after a finished step; for a loop that chooses the moment."""
+        """Save a checkpoint now; call this after a finished step."""
         self._record.save()
 
     def batches(self, *, ahead: int | None = None) -> Iterator[Any]:
-        """Yield the batches of one epoch, unchanged; resumes in mid-epoch after a restart.
+        """Yield the batches of one epoch, unchanged; after a restart, from the saved position.
 
-        `ahead` is the number of batches that the loop reads ahead of the step it trains: 1 for a
-        loop that looks for the last batch, the depth of a prefetcher. After a restart, the batches
-        that were read ahead are yielded again. Raises InputError if it is not a number of batches.
+        `ahead` is the number of batches that the loop reads ahead of the step it trains: for
+        example 1 for a loop that checks whether a batch is the last one, or the depth of a
+        prefetcher. After a restart, the batches that were read ahead are yielded again. Raises
+        InputError if `ahead` is not a number of batches.
         """
         record = self._record
         batches = record.begin_pass(ahead)
@@ -186,7 +188,7 @@ class AttachedLoop:
         trace: TracebackType | None,
     ) -> None:
         if not self._record.owner.is_here:
-            return  # the process that attached ends it
+            return  # only the process that called attach ends it
         if error is None:
             self._record.save()
             self._record.end()

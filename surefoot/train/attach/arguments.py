@@ -69,7 +69,10 @@ def as_loss(loss: Any) -> Tensor:
 
 
 def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
-    """Return the parameter group settings and batch size that the script sets, by expression."""
+    """Return the parameter group settings and the batch size that the script sets, as text.
+
+    The keys are Python expressions, such as `optimizer.param_groups[0]['lr']`.
+    """
     found = {
         f"{name}.param_groups[{number}][{key!r}]": value
         for name, each in objects.items()
@@ -87,7 +90,10 @@ def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
 
 
 def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> list[str]:
-    """Return a note on each setting that differs from the last attempt, and how to set either."""
+    """Return a note on each setting that the script has changed since the previous attempt.
+
+    It says how to use the new value, and how to leave the folder unchanged.
+    """
     notes = []
     for key in [key for key in now if before.get(key, now[key]) != now[key]]:
         told = f"the script sets {key} = {now[key]}, but the previous attempt had {before[key]}"
@@ -117,9 +123,9 @@ def name_objects(
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the objects that a loop's checkpoint holds, by name, and messages for the user.
 
-    Objects that an optimizer trains besides the model are looked up in `variables`. Raises
-    TaskError for an object that cannot be saved or restored, and for a trained parameter that no
-    object holds.
+    Objects that an optimizer trains in addition to the model are searched for in `variables`.
+    Raises TaskError for an object that cannot be saved or restored, and for a trained parameter
+    that no object holds.
     """
     named = {
         "model": model,
@@ -151,8 +157,10 @@ def name_objects(
 
 
 def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
-    """Return how exactly a loop can resume in the middle of an epoch of `data` ("proven",
-    "replayed" or "none"), and the reason.
+    """Return how exactly a loop can resume in the middle of an epoch, and the reason.
+
+    With "proven" it continues at any batch, with "replayed" it reads the epoch again up to there,
+    and with "none" it cannot return to its position.
     """
     if can_save_position(data):
         return "proven", "the loader saves and restores its position"
@@ -174,7 +182,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
 def can_save_position(data: Any) -> bool:
     """Return whether `data` can save its position.
 
-    Some loaders (Accelerate's) have the methods and raise unless they were built for it.
+    Some loaders (Accelerate's) have `state_dict`, but it raises unless they were built for it.
     """
     if not checkpoint.has_state(data):
         return False
@@ -193,6 +201,6 @@ def length_of(data: Iterable[Any]) -> int | None:
 
 
 def find_script() -> str | None:
-    """Return the running script as `file.py:`; None in a notebook."""
+    """Return the running script as `file.py:`, the start of a task's name; None in a notebook."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return f"{file}:" if file is not None and file.endswith(".py") else None

@@ -52,7 +52,7 @@ KEEP, MAX_NAMED = 3, 4
 
 
 class LoopKeeper:
-    """Saves a user's loop between two of its steps, and restores it."""
+    """Manager of the checkpoints of a user's training loop, saved between two of its steps."""
 
     def __init__(
         self,
@@ -93,19 +93,19 @@ class LoopKeeper:
         self._pace = SaveRhythm(
             None if self._timer is None or duration is None else float(duration.value)
         )
-        self._is_regular = False  # whether the next save is one that was due
+        self._is_regular = False  # whether the next save is due by `every`
         self._took: tuple[int, float] | None = None  # the step and seconds of the last save
         self._room = RoomMaker(folder, group=group)
         self._last_s = time.monotonic()
         self._content = digest_of_content(self._data)
-        self._content_before: str | None = None  # as the checkpoint that is resumed holds it
+        self._content_before: str | None = None  # from the resumed checkpoint
         self._pass_random: Mapping[str, Any] = {}
-        self._last_random: Mapping[str, Any] = {}  # of the pass before
-        self._sampler: Any = None  # see Watched.sampler_start
-        # the states of the loader's own generators at the commit
+        self._last_random: Mapping[str, Any] = {}  # of the previous epoch
+        self._sampler: Any = None  # see ObservedLoader.sampler_start
+        # the states of the loader's generators when the checkpoint was saved
         self._own_now: Mapping[str, Any] = {}
-        self._before: PassDigest | None = None  # of the pass that is resumed, as it was
-        self.seen = PassDigest()  # the batches of this pass
+        self._before: PassDigest | None = None  # of the resumed epoch, as saved
+        self.seen = PassDigest()  # the batches of this epoch
         self._stream_states, self._saved_reads, self._told_reads = ReadStates(), None, False
         self._draws_late = data.draws_late and not can_save_position(self._data)
         # random states to restore after the loader has reached the saved position
@@ -113,11 +113,11 @@ class LoopKeeper:
         self.position = 0  # batches read in the current epoch
         # index of the current epoch, from 0; an epoch that was left early counts
         self.pass_number = -1
-        self._is_between = False  # two passes
+        self._is_between = False  # between two epochs
         # the random states and the state of the data before each read ahead, newest last
         self._states_ahead: deque[Mapping[str, Any]] = deque(maxlen=0)
         self._before_read: Mapping[str, Any] = {}
-        # what is yielded again after a resume: the batches that were read ahead, and their states
+        # after a resume: the batches that were read ahead and are yielded again, and their states
         self._to_yield_again: list[Mapping[str, Any]] = []
         self._again: deque[tuple[int, int, tuple[int, ...]]] = deque()
         self._again_states: deque[Mapping[str, Any]] = deque()
@@ -126,7 +126,7 @@ class LoopKeeper:
     # ---- resume
 
     def resume(self) -> tuple[dict[str, Any] | None, tuple[str, ...]]:
-        """Load the newest whole checkpoint; return the loop's counters and messages on damage.
+        """Load the newest undamaged checkpoint; return the loop's counters and messages on damage.
 
         The counters are None without a checkpoint.
         """
@@ -137,7 +137,7 @@ class LoopKeeper:
         self.lost_commits = describe_lost(gone, 0 if found is None else found.step)
         if found is None:
             return None, ()
-        self._retain()  # what a kill between a commit and this left over
+        self._retain()  # checkpoints that a killed attempt did not delete any more
         with checkpoint.as_run_folder_errors(f"the state after step {found.step:,}"):
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
@@ -158,7 +158,7 @@ class LoopKeeper:
         return loop, found.troubles
 
     def _check_kinds(self, step: int, kinds: Mapping[str, str]) -> None:
-        """Raise RunFolderError if the loop passes fewer objects than saved, or of a different type.
+        """Raise RunFolderError if an object that was saved is missing now, or has another type.
 
         torch itself loads some mismatches without an error.
         """
@@ -188,7 +188,7 @@ class LoopKeeper:
 
     @property
     def first_pass(self) -> int:
-        """Index of the epoch in which the loop resumes; earlier ones are finished or broken off."""
+        """Index, from 0, of the epoch in which the loop resumes."""
         return self.pass_number + self._is_between
 
     @property
@@ -197,7 +197,7 @@ class LoopKeeper:
         return 0 if self._is_between else self.position - len(self._to_yield_again)
 
     def describe_position(self) -> tuple[str, ...]:
-        """Return a message on the batch in mid-epoch at which the loop resumes."""
+        """Return a message on the batch at which the loop resumes in the middle of an epoch."""
         if not self.first_batch:
             return ()
         told = (
@@ -211,11 +211,11 @@ class LoopKeeper:
         return [make_resume_fault(step, self._excess)] if self._excess else []
 
     _saves_itself = False
-    lost_commits = ""  # what `resume` did not find, in words
-    unfrozen: tuple[str, ...] = ()  # a note of the parameters that `resume` let train or froze
+    lost_commits = ""  # text on checkpoints that `resume` did not find
+    unfrozen: tuple[str, ...] = ()  # note on parameters that `resume` unfroze or froze
 
     def begin_pass(self) -> Iterator[Any]:
-        """Return an iterator over the data, after a resume at the saved position."""
+        """Return an iterator over one epoch; after a resume, from the saved position."""
         batches = self._begin_pass()
         before, self._content_before = self._content_before, None
         self.difference = self.difference or compare_content(self._content, before)
@@ -258,7 +258,7 @@ class LoopKeeper:
         self._stream_states = ReadStates(self._saved_reads, self.position)
         batches, self.seen, position = self._iterate(), PassDigest(), self.position
         self.position, draws = 0, False
-        # what was trained on is read once more, and dropped
+        # batches that steps have consumed are read again and dropped
         for number in range(position - len(in_hand)):
             before = read_streams()
             self.take(next(batches, None))
@@ -269,7 +269,7 @@ class LoopKeeper:
             held.append(self._read_again(batches, state, self.position))
             draws |= before != read_streams()
         if self._before is not None and self._before.count == position:
-            # data that draw from the global streams depend on what the loop drew in between
+            # data that draw from the global generators depend on the draws of the loop in between
             knows_draws = self._draws_late and self._stream_states.is_complete
             self.difference = self.seen.compare(
                 self._before,
@@ -283,7 +283,7 @@ class LoopKeeper:
         return itertools.chain(held, batches)
 
     def _read_again(self, batches: Iterator[Any], state: Mapping[str, Any], place: int) -> Any:
-        """Return the next batch, which had been read ahead, read with the states of that time."""
+        """Read a batch again that was read ahead before the save, with its random states."""
         states = state["random"]
         if self._saves_itself:
             own = {n: each for n, each in states["own"].items() if not n.startswith(OF_LOADER)}
@@ -298,7 +298,7 @@ class LoopKeeper:
         self._again.append((self.pass_number, place, ids))
         return batch
 
-    # between what was read again to resume and what was read before
+    # between the batches read again for the resume and those read before
     difference: ReadingDifference | None = None
 
     def _iterate(self) -> Iterator[Any]:
@@ -312,14 +312,14 @@ class LoopKeeper:
         return self._watched.record(batch, self.seen)
 
     def before_read(self, ahead: int) -> None:
-        """Note the states before the next read, if a checkpoint may need them to repeat it."""
+        """Record the random states before the next read, if a checkpoint may need them."""
         if self._states_ahead.maxlen != ahead:
             self._states_ahead = deque(self._states_ahead, maxlen=ahead)
         if ahead and not self._again:
             self._before_read = {"random": self._random(), "data": self._find_data_state()}
 
     def _find_data_state(self) -> Any:
-        """Return a copy of the state of data that save their position; None for others."""
+        """Return a copy of the data's state_dict; None if the data cannot save their position."""
         return (
             copy.deepcopy(self._data.state_dict())  # type: ignore[attr-defined]
             if can_save_position(self._data)
@@ -327,7 +327,7 @@ class LoopKeeper:
         )
 
     def take_next(self, batch: Any) -> tuple[int, int, tuple[int, ...]]:
-        """Count a batch that the loop was given; return its epoch, its index there and its ids."""
+        """Count a batch that the loop receives; return its epoch, its index there and its ids."""
         if self._again:
             self._states_ahead.append(self._again_states.popleft())
             read = self._again.popleft()
@@ -338,7 +338,7 @@ class LoopKeeper:
         return self.pass_number, place, self.take(batch)
 
     def _compare_first(self) -> None:
-        """Between two epochs, read the last one's first batch again and compare the two reads."""
+        """After a resume between epochs, compare two reads of the last epoch's first batch."""
         if (
             self._before is None
             or self._saves_itself
@@ -374,7 +374,7 @@ class LoopKeeper:
         self._restore_generators(name_states(states["own"]))
 
     def generators(self) -> dict[str, Any]:
-        """Return the generators of the data, of the model and of the loop's `state`, by name."""
+        """Return the random generators of the data, the model and the loop's `state`, by name."""
         return {
             **self._watched.generators(),
             **find_generators((f"{name}", each) for name, each in self._beside.items()),
@@ -384,7 +384,7 @@ class LoopKeeper:
         return {name: generator_state(each) for name, each in self.generators().items()}
 
     def _restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Set generators to saved states; one that the script has added since keeps its own."""
+        """Set the generators to saved states; those without a saved state stay unchanged."""
         for name, each in self.generators().items():
             if name in states:
                 with checkpoint.as_run_folder_errors(
@@ -405,7 +405,7 @@ class LoopKeeper:
         return self._is_regular
 
     def take_slow(self) -> SlowSave | None:
-        """Return, once, a save that took longer than the time to the next one; see `SaveRhythm`."""
+        """Return a save that took longer than the time to the next one, once; see `SaveRhythm`."""
         return self._pace.take()
 
     def take_deleted(self) -> str | None:
@@ -427,7 +427,7 @@ class LoopKeeper:
         return found
 
     def take_unsaved(self) -> list[str]:
-        """Return a warning, once each, on changes and draws that no checkpoint can hold."""
+        """Return warnings, each once, on changes and draws that no checkpoint can hold."""
         told = [
             f"{words}; {action}" for words, action in self._attribute_notes.take((), self._unsaved)
         ]
@@ -441,7 +441,7 @@ class LoopKeeper:
     ) -> tuple[Manifest, float]:
         """Save a checkpoint of the loop after `step`; return its manifest and the seconds taken.
 
-        The loop holds the `pending` batches. Raises StorageError.
+        No step has consumed the batches in `pending` yet. Raises StorageError.
         """
         started_s = self._last_s = time.monotonic()
         is_regular, self._is_regular = self._is_regular, False

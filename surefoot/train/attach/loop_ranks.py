@@ -1,9 +1,9 @@
 """Ranks of a user-defined loop: one folder, written by rank 0, and one checkpoint of all ranks.
 
 A tensor that is the same on all ranks is written once, by rank 0. Each rank writes its rows of a
-sharded weight, and into `rank-00001.safetensors` and `rank-00001.json` the state in which it
-differs from rank 0: random states, position in the data, shards of the optimizer state, buffers
-that are not shared.
+sharded weight. The state in which a rank differs from rank 0 is written to files such as
+`rank-00001.safetensors` and `rank-00001.json`: random states, position in the data, shards of the
+optimizer state, buffers that are not shared.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from surefoot.train.resume import same
 
 IS_HELD = "is being written by process"
 WAIT_S = 300.0  # for ranks that have not called `attach` yet
-# how late a save may be that is due by time, at most and of the time between two
+# limits of the delay of a save that is due by time: in seconds, and as share of the interval
 LATE_S, SHARE = 10.0, 0.05
 TOGETHER = "all ranks call batches(), step_done(), save() and close() alike, after the same steps"
-Row = tuple[int, int, int, tuple[int, ...]]  # of the ledger: step, pass, place in it, samples
+Row = tuple[int, int, int, tuple[int, ...]]  # of the ledger: step, epoch, index in it, samples
 
 
 def find_group(given: Path | None) -> Group:
-    """Return the ranks that the loop has joined by torch.distributed.
+    """Return the group of ranks of the loop, from torch.distributed.
 
     The group has one rank without torch.distributed, or if each rank passes a different folder.
-    Every rank must call this. Raises LostRank if not all of them do within five minutes.
+    Every rank must call this. Raises LostRank if not all of them do within five minutes, and
+    RunFolderError if only some ranks pass the same folder.
     """
     if not environment.has_process_group() or dist.get_world_size() == 1:
         return ALONE
@@ -79,7 +80,7 @@ def find_group(given: Path | None) -> Group:
 
 
 def unwrap_ddp(model: nn.Module, group: Group) -> nn.Module:
-    """Return the model inside DistributedDataParallel, for the weight names of a checkpoint."""
+    """Return the model inside DistributedDataParallel, whose weight names a checkpoint uses."""
     inner: Any = (
         model.module
         if not group.is_alone and isinstance(model, nn.parallel.DistributedDataParallel)
@@ -89,7 +90,7 @@ def unwrap_ddp(model: nn.Module, group: Group) -> nn.Module:
 
 
 def describe(group: Group) -> tuple[str, ...]:
-    """Return a note that says which ranks the log covers; nothing for one rank."""
+    """Return a note on which rank the log covers; empty for one rank."""
     if group.is_alone:
         return ()
     return (
@@ -101,7 +102,7 @@ def describe(group: Group) -> tuple[str, ...]:
 
 
 def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
-    """Return a note for a resume after which DDP may rearrange its buckets.
+    """Return a note for a resumed loop if DDP rearranges its buckets after the first step.
 
     The rounding of a sum of three or more gradients depends on their order in a bucket.
     """
@@ -119,7 +120,7 @@ def describe_buckets(group: Group, model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def acquire_folder(group: Group, choice: Callable[[], Chosen]) -> Iterator[tuple[Chosen, RunLock]]:
-    """Return a context in which rank 0 holds the loop's folder; if it cannot, all ranks raise."""
+    """Return a context in which rank 0 holds the loop's folder; all ranks raise if it cannot."""
     with contextlib.ExitStack() as stack:
         mine = group.settle(
             lambda: (
@@ -168,7 +169,10 @@ def _acquire_on_first(
 
 
 def begin_journal(group: Group, root: Path, started: Callable[[], events.Started]) -> Journal:
-    """Open this rank's log: rank 0's in the run folder, the others' in a folder below it."""
+    """Open this rank's log and write the Started record.
+
+    The log of rank 0 is in the run folder, that of each other rank in a folder inside it.
+    """
 
     def begin() -> Journal:
         try:
@@ -182,7 +186,7 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
         journal.begin(started())
         return journal
 
-    # a folder without a log is not to be filled by the others
+    # the other ranks write only after rank 0 has created the log
     first = group.settle(lambda: begin() if group.is_first else None)
     other = group.settle(lambda: begin() if first is None else None)
     made = first or other
@@ -195,9 +199,9 @@ def begin_journal(group: Group, root: Path, started: Callable[[], events.Started
 
 @final
 class SaveTimer:
-    """Timer that decides by rank 0's clock whether a save is due.
+    """Timer that decides by the clock of rank 0 whether a save is due.
 
-    Ranks agree only every few steps, so that no step waits for it.
+    The ranks communicate only every few steps, so that most steps do not wait for it.
     """
 
     def __init__(self, group: Group, every_s: float) -> None:
@@ -205,9 +209,9 @@ class SaveTimer:
         self._last_s, self._last_step, self._next = time.monotonic(), 0, 0
 
     def is_due(self, step: int, since_s: float) -> bool:
-        """Return whether `since_s`, the time since the last save, exceeds the limit on rank 0.
+        """Return whether the time since the last save, `since_s`, exceeds the interval on rank 0.
 
-        All ranks must call this after the same steps.
+        All ranks must call this after the same steps. Raises TaskError if they do not.
         """
         if self._group.is_alone:
             return since_s >= self._every_s
@@ -226,7 +230,7 @@ class SaveTimer:
 
 
 def check_same_step(group: Group, steps: Sequence[int]) -> None:
-    """Raise TaskError, on all ranks, if they have done different numbers of steps."""
+    """Raise TaskError on all ranks if they have done different numbers of steps."""
     for rank, step in enumerate(steps):
         if step != steps[0]:
             raise TaskError(
@@ -240,12 +244,13 @@ def check_same_step(group: Group, steps: Sequence[int]) -> None:
 class RankedLedger:
     """Ledger of a loop, written by rank 0; a row holds the samples of all ranks, in rank order.
 
-    Rank 0 receives the rows of the others at each save, so rows after the last save are left out.
+    Rank 0 receives the rows of the other ranks at each save, so that rows after the last save are
+    missing.
     """
 
     def __init__(self, group: Group, root: Path, promise: LoopGuarantee, generation: int) -> None:
         self._group = group
-        # which rank reads what is the sampler's
+        # the user's sampler decides which samples each rank reads
         promise = promise if group.is_alone else replace(promise, once=False, all=False)
         self._file = LoopLedger(root, promise, generation) if group.is_first else None
         self._rows: list[Row] = []
@@ -269,7 +274,7 @@ class RankedLedger:
             self.add(step, number_of_pass, NO_BATCH, ())
 
     def take_rows(self) -> list[Row]:
-        """Return the rows of this rank since the last save."""
+        """Return the rows of this rank since the last save, and remove them."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -295,10 +300,10 @@ class RankedLedger:
 def prepare_save(
     group: Group, step: int, ledger: RankedLedger, lock: RunLock, write: Callable[[], None]
 ) -> None:
-    """Write to disk what a checkpoint of `step` relies on: the log, and the ledger of all ranks.
+    """Write the log and the ledger of all ranks to disk, before a checkpoint of `step` is saved.
 
-    Raises StorageError on all ranks if one of them cannot write or the folder was taken over;
-    TaskError for different steps.
+    Raises StorageError on all ranks if one of them cannot write or the folder was taken over, and
+    TaskError if ranks have done different numbers of steps.
     """
     problem: StorageError | None = None
     try:
@@ -337,7 +342,10 @@ def save(
     lock: RunLock,
     attributes: Mapping[str, Mapping[str, Any]],
 ) -> Manifest:
-    """Save `state` as a checkpoint, on every rank its part. Raises as `checkpoint.save`."""
+    """Save `state` as a checkpoint, to which every rank writes its part.
+
+    Raises what `checkpoint.save` raises.
+    """
     if group.is_alone:
         return checkpoint.save(run, step, state, stamp, attributes)
     stamp = replace(stamp, layout={"world_size": group.size})
@@ -409,9 +417,10 @@ def name_of(rank: int) -> str:
 
 
 def load(run: Path, state: Mapping[str, Any], group: Group) -> checkpoint.RestoreResult | None:
-    """Load the newest whole checkpoint of `run` into `state` on every rank; None without one.
+    """Load the newest undamaged checkpoint of `run` into the objects of `state`, on every rank.
 
-    Raises RunFolderError if the checkpoint is that of a different number of ranks.
+    Returns None without a checkpoint. Raises RunFolderError if the checkpoint was saved by a
+    different number of ranks.
     """
     found: list[tuple[int, Mapping[str, Any]]] = []
 

@@ -50,7 +50,7 @@ from surefoot.train.resume.program import Program
 
 @final
 class LoopRecord:
-    """Counters and files of an attached loop; ended when its `Attached` object is deleted."""
+    """Counters and files of an attached loop; it ends when its `AttachedLoop` is deleted."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ class LoopRecord:
         self._pending.begin_epoch(ahead)
         self._is_inside, self.first_batch = True, 0
         self._unheld.begin()
-        # what the loop did between two passes is no part of a step's rate
+        # time between two epochs does not count for the throughput
         self._meter.restart_clock()
         self.clock.begin_steps()
         with self.clock.within(DATA):
@@ -237,7 +237,7 @@ class LoopRecord:
                 prepare_save(self._group, self.step, self._ledger, self._lock, self._journal.sync)
                 made, elapsed_s = self._keeper.save(self.step, counters, self._pending)
         except StorageError as error:
-            if self._group.is_first:  # to which those of the others came
+            if self._group.is_first:  # which receives the errors of all ranks
                 self._console.warn(f"{error.message}; the loop continues")
             return
         finally:
@@ -282,7 +282,7 @@ class LoopRecord:
         self._close_window()
 
     def _end_epoch(self, *, is_over: bool) -> None:
-        """Count the epoch, after the steps on batches that were read ahead."""
+        """Count the epoch if `is_over`, after the steps on batches that were read ahead."""
         if is_over and self._keeper.end_pass():
             self._num_passes += 1
 
@@ -306,7 +306,7 @@ class LoopRecord:
         taken = self._pending.take()
         read = sum(batch.num_samples for batch in taken)
         count = read if num_samples is None else num_samples
-        weight = count or 1  # a loop that reads its data past batches() still has a mean
+        weight = count or 1  # without batches(), each step has weight 1 in the mean
         self.step += 1
         self.clock.end_step(self.step)
         self._ledger.add_step(self.step, self._keeper.pass_number, [each[:3] for each in taken])
@@ -390,7 +390,7 @@ class LoopRecord:
         self._console.warn(
             f"{self._group.place}{error.message}; the loop continues without records"
         )
-        if not self._group.is_alone:  # the others wait for this rank in every save
+        if not self._group.is_alone:  # the other ranks wait for this one in every save
             self._journal.abandon()
             self._journal = NoJournal()
             return
@@ -399,7 +399,7 @@ class LoopRecord:
     # ---- the end
 
     def end_by(self, error: BaseException) -> None:
-        """End the recording with the outcome of `error`, which left the loop."""
+        """End the recording with the outcome that belongs to `error`, which ended the loop."""
         if isinstance(error, KeyboardInterrupt):
             self.end(
                 "interrupted", f"interrupted by Ctrl-C after step {self.step}", EXIT_INTERRUPTED
@@ -418,7 +418,7 @@ class LoopRecord:
         self.end("failed", made.message, made.exit_code)
 
     def end_with_process(self) -> None:
-        """End the recording at process exit: by a new uncaught exception, else as stopped."""
+        """End the recording at process exit: by a new uncaught exception, else as "stopped"."""
         error = getattr(sys, "last_value", None)
         if error is None or error is self._old_error:
             self.end("stopped")
@@ -426,7 +426,7 @@ class LoopRecord:
             self.end_by(error)
 
     def end(self, outcome: str = "", cause: str = "", exit_code: int = EXIT_OK) -> None:
-        """Write the `ended` record once; without `outcome`, it is "finished" after whole epochs."""
+        """Write the Ended record, once; the default outcome is "finished" after whole epochs."""
         if self._is_over or not self.owner.is_here:
             return
         self._close_window()

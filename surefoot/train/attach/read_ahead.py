@@ -1,7 +1,7 @@
-"""Batches that a loop has read and not trained on yet, and loops that read ahead of their steps.
+"""Batches that a loop has read but not trained on yet, and loops that read ahead of their steps.
 
-A loop reads ahead if it holds batches of later steps while it trains: it asks for the next batch to
-learn if the current one is the last, or copies it to the GPU meanwhile (a prefetcher).
+A loop reads ahead if it holds batches of later steps while it trains. For example, it requests the
+next batch to learn whether the current one is the last, or a prefetcher copies it to the GPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from surefoot.components.stability.guard import GuardFault
 from surefoot.core.errors import InputError
 
 FAULT = "read-ahead"
-MIN_STEPS = 3  # whose numbers of batches make a read-ahead likely
+MIN_STEPS = 3  # steps after which reading ahead is recognized
 
 
 class ReadBatch(NamedTuple):
@@ -32,15 +32,15 @@ class PendingBatches:
         self.ahead = 0
         self._is_declared = self._was_reported = False
         self._batches: list[ReadBatch] = []
-        self._has_ended = False  # the epoch
+        self._has_ended = False  # whether the epoch has ended
         self._per_step = 1
-        # the first numbers of batches per step in this epoch, and whether the others are the last
+        # batches of the first steps of this epoch, and whether later steps equal the last of them
         self._counts: list[int] = []
         self._is_steady = True
         self._excess = 0  # of an earlier epoch
 
     def begin_epoch(self, ahead: int | None) -> None:
-        """Start an epoch in which the loop reads `ahead` batches ahead; None if it declares none.
+        """Start an epoch in which the loop reads `ahead` batches ahead; None if it does not say.
 
         Raises InputError if `ahead` is not a number of batches.
         """
@@ -69,7 +69,7 @@ class PendingBatches:
 
     @property
     def is_ending(self) -> bool:
-        """True if the epoch has ended and steps on batches that were read ahead follow."""
+        """True if the epoch has ended and steps on batches that were read ahead still follow."""
         return self._has_ended and not self.is_last_step_done
 
     @property
@@ -98,9 +98,10 @@ class PendingBatches:
         return taken
 
     def find_excess(self) -> int:
-        """Return the number of batches that a loop which declares nothing may read ahead.
+        """Return the number of batches that the loop may read ahead without declaring it.
 
-        It is the number by which the first step of an epoch exceeds the others, which are equal.
+        It is the number by which the batches of the first step of an epoch exceed those of each
+        later step.
         """
         if self._is_declared:
             return 0
@@ -109,7 +110,7 @@ class PendingBatches:
         return max(self._excess, self._counts[0] - self._counts[1])
 
     def find_fault(self, step: int, num_taken: int) -> GuardFault | None:
-        """Return, once, a fault if the loop reads more or fewer batches ahead than it declares.
+        """Return a fault, once, if the loop reads more or fewer batches ahead than it declares.
 
         `num_taken` batches belong to `step`, which has ended.
         """
@@ -117,10 +118,10 @@ class PendingBatches:
             return None
         if self._has_ended:
             first, second = (*self._counts, 0)[:2]
-            # an epoch that is too short to know the number is left to the next one
+            # this epoch is too short to determine the number
             if second == 0 or first <= second:
                 return None
-            # a step is recorded after the last batch, and the first one seemed to have more
+            # a step followed the last batch, and the first step seemed to have more batches
             ahead = self.ahead + first - second
         elif len(self._counts) == 1 and self._batches:
             ahead = max(0, len(self._batches) - 1)
@@ -133,7 +134,7 @@ class PendingBatches:
 
 
 def describe(ahead: int, declared: int) -> str:
-    """Return a sentence on a loop that reads a different number of batches ahead than declared."""
+    """Return a sentence on a loop that reads `ahead` batches ahead, but declares `declared`."""
     told = "" if not declared else f", not {declared:,}"
     return (
         f"the loop reads {count_batches(ahead)} ahead of its steps{told}, so the ledger assigns "
@@ -146,7 +147,7 @@ def make_hint(ahead: int) -> str:
 
 
 def make_resume_fault(step: int, excess: int) -> GuardFault:
-    """Return a fault of a loop that resumes and seems to have read ahead without declaring it."""
+    """Return a fault for a resumed loop that seems to read ahead without declaring it."""
     return GuardFault(
         step,
         FAULT,

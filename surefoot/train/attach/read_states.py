@@ -1,4 +1,4 @@
-"""Global random states before the reads of an epoch, so that a resumed loop repeats its reads."""
+"""Global random states before the reads of an epoch, so that a resumed loop can repeat them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from surefoot.components.data.sources.batch_digest import ReadingDifference
 
-MAX_BYTES = 16 << 20  # of the states of an epoch; every checkpoint holds them
+MAX_BYTES = 16 << 20  # of the random states of an epoch in a checkpoint
 PLACE = struct.Struct("<qqd")  # position, whether there is a second normal number, this number
 TOO_MANY_HINT = (
     "draw from a generator that only the data use, such as random.Random(seed) or "
@@ -21,11 +21,11 @@ TOO_MANY_HINT = (
 
 
 class ReadStates:
-    """The states of the global random streams before each read of an epoch that depends on them.
+    """States of the global random generators before each read of an epoch that depends on them.
 
-    Data that draw from a stream in the middle of an epoch, such as a shuffle buffer that uses
-    `random`, get different numbers in a second reading if the loop drew from the stream in between.
-    The state before such a read is recorded, and set before the read is repeated.
+    Data may draw from a global generator in the middle of an epoch, such as a shuffle buffer that
+    uses `random`. A second reading then gets different numbers if the loop drew from the generator
+    in between. The state before such a read is recorded, and restored before the read is repeated.
 
     Args:
         saved: Return value of `as_state`, for the reads that are to be repeated.
@@ -45,9 +45,9 @@ class ReadStates:
             self._num_bytes += rows.numel()
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield the batches; record the states before reads, or set those that are recorded."""
+        """Yield the batches; record the random states before reads, or restore recorded ones."""
         number = 0
-        repeated = _read_streams()  # the states in which a second reading comes to the next read
+        repeated = _read_streams()  # states that a second reading has before the next read
         while True:
             if number < self._num_saved:
                 for name, states in self._states.items():
@@ -94,7 +94,7 @@ class ReadStates:
 
 
 def describe_too_many() -> ReadingDifference:
-    """Return the words for an epoch whose states take more than MAX_BYTES."""
+    """Return the message for an epoch whose random states take more than MAX_BYTES."""
     return ReadingDifference(
         "the data and the loop both draw from the same global random generator between batches, "
         f"in so many reads that their states take more than {MAX_BYTES >> 20} MiB: a resume in the "
@@ -104,7 +104,7 @@ def describe_too_many() -> ReadingDifference:
 
 
 class _RandomStream(NamedTuple):
-    """A global random stream: `pack` makes bytes of a state, which `restore` takes."""
+    """Access to a global random generator; `pack` converts a state to bytes for `restore`."""
 
     read: Callable[[], Any]
     pack: Callable[[Any], bytes]

@@ -1,1 +1,1 @@
-"""Diagnosis of a failed run: whose error it is, its cause, the remedy, and the retry of a step."""
+"""Diagnosis of a failed run: whose code failed, why, a remedy, and the repetition of a step."""

@@ -1,4 +1,4 @@
-"""Report of a step that ran out of memory: its phase, the memory held per block, and remedies."""
+"""Report of a step that ran out of memory: its phase, the memory of each block, and remedies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from surefoot.train.preflight.predicted import Prediction, predict
 FILE, SEGMENTS_FILE = "out-of-memory.json", "out-of-memory-segments.json"
 VERSION = 1
 NUM_BLOCKS, NUM_CHANGES = 5, 3
-MIN_GAIN = 0.02  # of the predicted peak: a change that brings less is not named
+MIN_GAIN = 0.02  # of the predicted peak: smaller savings are not listed
 PLACES = {
     DATA: "while its samples were read",
     COPY: "while its samples were copied to the device",
@@ -38,7 +38,7 @@ PLACES = {
 }
 UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 SMALLER_MODEL = "a smaller model"
-# by the term of the predicted peak that is largest, where no change of the spec helps
+# by the largest term of the predicted peak, if no change of the spec helps
 REMEDIES = {
     "activations": "a smaller model, or smaller samples",
     "batches": "smaller samples",
@@ -54,7 +54,7 @@ Change = Mapping[str, Mapping[str, Any]]
 class MemoryShortage:
     """Facts about a failed allocation, without references to tensors.
 
-    `raised` is the user's line of code that failed, with Python's error message.
+    `raised` is the user's line of code that failed, or the whole error text for a MemoryError.
     """
 
     step: int
@@ -82,14 +82,14 @@ class MemoryShortage:
 
 
 def describe_shortage(error: Exception, assembly: Assembly, step: int) -> MemoryShortage:
-    """Return facts about the failed allocation, read before the step's memory is released."""
+    """Return facts about a failed allocation, before the memory of the step is released."""
     device, said = assembly.engine.device, _ASKED_FOR.search(str(error))
     peak = (
         torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
     )
     asked = None if said is None else round(float(said[1]) * UNITS[said[2]])
     line, whole = find_place(error), describe(error)
-    # torch's own say what was asked for
+    # messages of torch say how much memory was requested
     raised = whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
     return MemoryShortage(
         step,
@@ -103,7 +103,7 @@ def describe_shortage(error: Exception, assembly: Assembly, step: int) -> Memory
 
 
 def write_segments(folder: Path, assembly: Assembly) -> None:
-    """Write the memory snapshot of torch's CUDA allocator, block by block, to the run folder."""
+    """Write the memory snapshot of torch's CUDA allocator to the run folder; nothing on a CPU."""
     if assembly.engine.device.type == "cuda":
         with contextlib.suppress(OSError):
             segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -113,10 +113,10 @@ def write_segments(folder: Path, assembly: Assembly) -> None:
 def report_shortage(
     shortage: MemoryShortage, assembly: Assembly, folder: Path, then: str
 ) -> OutOfMemory:
-    """Write the report to the run folder and return the OutOfMemory error that names it.
+    """Write the report to the run folder; return an OutOfMemory error that names the report.
 
-    `then` says why the step is not repeated with half the microbatch. Values that cannot be
-    predicted are left out of the message.
+    `then` is a text with the reason why the step is not repeated with half the microbatch. Values
+    that cannot be predicted are left out of the message.
     """
     found, changes, unknown = _predict(assembly)
     row = {
@@ -165,10 +165,10 @@ def _hint(
 
 
 def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int]], str | None]:
-    """Return the predicted memory of the step, and the cheapest changes that reduce it.
+    """Return the predicted memory of the step, changes that reduce it, and an error text.
 
-    The changes have their predicted bytes. If the prediction fails: None, no changes, and the
-    reason.
+    Each change is given with the peak bytes that it leads to; the cheapest comes first. If the
+    prediction fails, the result is None, no changes, and the reason.
     """
     spec = assembly.spec.replace(
         train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)}
@@ -176,12 +176,12 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
     source = assembly.feed.source
     try:
         found = predict(spec, assembly.task, source=source, num_ranks=assembly.feed.share.size)
-    # memory is short, and the error on its way is the one to tell
+    # the original error is reported, not this one
     except Exception as error:  # noqa: BLE001
         return None, [], error.message if isinstance(error, SurefootError) else describe(error)
     changes: list[tuple[str, int]] = []
     for change in _candidates(assembly):
-        with contextlib.suppress(Exception):  # a change that this spec does not take
+        with contextlib.suppress(Exception):  # a change that does not fit this spec
             task = None if "task" in change else assembly.task
             then = predict(
                 spec.replace(**change), task, source=source, num_ranks=assembly.feed.share.size
@@ -207,7 +207,7 @@ def halve_microbatch(microbatch: int) -> int:
 
 
 def _candidates(assembly: Assembly) -> Iterator[Change]:
-    """Yield changes of the spec, cheapest first: free, a little time, recomputation, precision."""
+    """Yield changes of the spec that may save memory, those that cost the least time first."""
     spec, microbatch = assembly.spec, assembly.feed.microbatch
     use = spec.task.use
     if use is not None and signature.has_parameter(use, "chunked_loss"):

@@ -1,4 +1,4 @@
-"""Attribution of an error to surefoot or to user code, which is reported with its line first."""
+"""Attribution of an error to surefoot or to user code; user code is reported with its line."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from surefoot.components.stability.guard import Guard
     from surefoot.train.assemble import Assembly
 
-# torch's words for an output that a later replay wrote over
+# message of torch about an output that a later replay has overwritten
 _OVERWRITTEN = "of CUDAGraphs that has been overwritten"
-# torch.utils.data: how a loader raises what its worker raised
+# the message with which a DataLoader raises the error of a worker
 IN_WORKER = re.compile(
     r"Caught (?P<kind>\w+) in DataLoader worker process \d+\.\nOriginal Traceback"
 )
@@ -41,9 +41,9 @@ FRAME = re.compile(
 
 
 def is_ours(error: BaseException) -> bool:
-    """Return whether surefoot's code raised the error, wherever it was called from.
+    """Return whether code of surefoot raised the error, regardless of its caller.
 
-    A signal handler, for example, runs between any two lines of user code.
+    For example, a signal handler of surefoot runs between any two lines of user code.
     """
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and is_of_surefoot(frames[-1].filename)
@@ -59,7 +59,7 @@ def describe(error: BaseException) -> str:
 
 
 def _describe_in_worker(text: str) -> str | None:
-    """Return the text of an error of a DataLoader worker; None if `text` is of another error.
+    """Return the error of a DataLoader worker; None if `text` is not the message of such an error.
 
     torch puts the traceback of the worker into the message.
     """
@@ -107,9 +107,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_failed_collective(error: BaseException) -> bool:
-    """Return whether a collective that user code calls has failed.
+    """Return whether `error` is a failure of a collective that user code calls.
 
-    Gloo and NCCL raise one kind of error, a RuntimeError, for every failure.
+    Gloo and NCCL raise a RuntimeError for every failure.
     """
     frames = traceback.extract_tb(error.__traceback__)
     is_called = bool(frames) and is_of_torch(frames[-1].filename, "distributed")
@@ -122,7 +122,7 @@ def is_failed_collective(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def as_task_errors() -> Iterator[None]:
-    """Raise TaskError for an error of user code before a run; other errors are left unchanged."""
+    """Raise TaskError for errors of user code inside the context; leave others unchanged."""
     try:
         yield
     except SurefootError:
@@ -139,10 +139,10 @@ def as_task_errors() -> Iterator[None]:
 def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
     """Return the error that a run raises for `error`, prefixed with `place` (rank and step).
 
-    A SurefootError that is not an InputError is returned with the prefix. A failed allocation
-    becomes OutOfMemory, a failed collective of the task LostRank, an OSError or DataError
-    BadRecordError; any other error, including an InputError or a SystemExit, becomes UserCodeError,
-    since the run has started.
+    A failed allocation becomes OutOfMemory. Any other SurefootError that is not an InputError is
+    returned with the prefix. A failed collective of the task becomes LostRank, an OSError or
+    DataError becomes BadRecordError. Any other error, including InputError and SystemExit, becomes
+    UserCodeError, because the run has started.
     """
     is_short = is_out_of_memory(error) and not isinstance(error, OutOfMemory)
     if isinstance(error, SurefootError) and not isinstance(error, InputError) and not is_short:
@@ -175,7 +175,7 @@ def as_run_error(error: Exception | SystemExit, place: str) -> SurefootError:
 
 
 def _find_hint(error: BaseException) -> str:
-    """Return the remedy for an error of user code."""
+    """Return the hint for an error of user code."""
     from surefoot.components.memory.caches import HINT, is_of_repeated_pass
 
     if is_of_repeated_pass(error):
@@ -189,7 +189,10 @@ def _find_hint(error: BaseException) -> str:
 
 
 def raise_if_over(guard: Guard, assembly: Assembly, step: int) -> None:
-    """Raise the guard's NumbersError; name the first module with non-finite values and a remedy."""
+    """Raise NumbersError if `guard`, the non-finite check, ends the run.
+
+    The message names the first module with non-finite values, and the hint a remedy.
+    """
     try:
         guard.raise_if_over(step)
     except NumbersError as error:
@@ -201,9 +204,9 @@ def raise_if_over(guard: Guard, assembly: Assembly, step: int) -> None:
 
 
 def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
-    """Return the first module with non-finite values in `step`, whose optimizer step was skipped.
+    """Return the first module with non-finite values in `step`, whose update was skipped.
 
-    Returns None if the step cannot be repeated.
+    The step is computed again to find it. Returns None if the step cannot be repeated.
     """
     from surefoot.components.precision.instability import Watch
 
@@ -211,7 +214,7 @@ def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
         update.in_backward is not None for update in assembly.updates
     ):
         return None
-    # the error that is on its way is the one to tell
+    # the original error is reported, not this one
     with Watch(assembly.model) as watch, contextlib.suppress(Exception):
         assembly.engine.stepper.look(step)
     return watch.overflow

@@ -1,4 +1,4 @@
-"""End of a run: requests to end it, its outcome ("finished" ...), its cause and exit code."""
+"""End of a run: requests to end it, its outcome (such as "finished"), its cause and exit code."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ WHOLE = ("finished", "the length of the run was reached")
 
 
 class StopRequests:
-    """Requests to end a run, by signals or by its loop: the outcome that it will have, or None."""
+    """Requests to end a run, from signals or from the training loop.
+
+    `outcome` is None without a request, else the outcome of the run and its cause.
+    """
 
     def __init__(self) -> None:
-        self.outcome: tuple[str, str] | None = None  # in a word, and its cause
+        self.outcome: tuple[str, str] | None = None  # outcome and cause
         self.exit_code = EXIT_INTERRUPTED
-        self.is_leaving = False  # whether the end is being written
-        self._asked = set[int]()  # the exit codes of the signals that came
+        self.is_leaving = False  # whether the end is being recorded
+        self._asked = set[int]()  # exit codes of the received signals
 
     @property
     def is_preempted(self) -> bool:
-        """True after a signal other than Ctrl-C."""
+        """True if a signal other than Ctrl-C has requested the end of the run."""
         is_interrupted = self.outcome is not None and self.outcome[0] == "interrupted"
         return is_interrupted and self.exit_code != EXIT_INTERRUPTED
 
@@ -46,7 +49,8 @@ class StopRequests:
     ) -> None:
         """Handle signals until `opened` is closed.
 
-        `ENDINGS` end the run after its current `step`, or at once if repeated; SIGUSR1 saves.
+        A signal of `signals.ENDINGS` ends the run after its current step, which `step()` returns; a
+        second one ends it at once. SIGUSR1 calls `save`. `say` prints a message.
         """
         for signal_name, ending in signals.ENDINGS.items():
             if hasattr(signal, signal_name):  # no SIGHUP on Windows
@@ -59,7 +63,10 @@ class StopRequests:
     def ending(
         self, error: BaseException | None, step: int, total_steps: int | None
     ) -> tuple[str, str, int]:
-        """Return outcome, cause and exit code of a run that ends after `step`, maybe by `error`."""
+        """Return outcome, cause and exit code of a run that ends after `step`.
+
+        `error` is the error that ends the run, or None.
+        """
         stop, code = self.outcome, self.exit_code
         return tell_outcome(error, step=step, stop=stop, stop_code=code, total_steps=total_steps)
 
@@ -71,9 +78,9 @@ class StopRequests:
         say: Callable[[str], None],
         step: Callable[[], int],
     ) -> None:
-        """Handle a signal at any line: end after this step, or at once if it came before."""
+        """Handle a signal: end the run after this step, or at once if the signal is repeated."""
         if self.is_leaving:
-            return  # how it ended is being written, which one signal more must not cut off
+            return  # a further signal must not interrupt the recording of the end
         is_first = exit_code not in self._asked
         self._asked.add(exit_code)
         self.outcome, self.exit_code = ("interrupted", cause), exit_code
@@ -81,7 +88,7 @@ class StopRequests:
             self.outcome = ("interrupted", f"{cause}, at once, after step {step()}")
             self.is_leaving = True
             raise KeyboardInterrupt if exit_code == EXIT_INTERRUPTED else SystemExit(exit_code)
-        # in the middle of a line of our own: a stream is not entered twice
+        # a signal may interrupt a write to the same stream, which raises RuntimeError
         with contextlib.suppress(RuntimeError):
             say(f"ending after this step; {name} again stops at once")
 
@@ -96,7 +103,9 @@ def tell_outcome(
 ) -> tuple[str, str, int]:
     """Return outcome, cause and exit code of a run that ends after `step`.
 
-    The run ends by `error`, else by `stop` (outcome, cause), else because its loop has ended.
+    `error` is the error that ends the run. Without one, the result is `stop` (outcome and cause,
+    with exit code `stop_code`). Without `stop`, the loop has ended: "finished" at `total_steps`,
+    else "stopped".
     """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted", f"interrupted at once by Ctrl-C after step {step}", EXIT_INTERRUPTED

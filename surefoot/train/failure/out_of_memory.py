@@ -20,10 +20,10 @@ from surefoot.train.record.telling import Telling
 class WithinMemory:
     """Step function that handles failed allocations; called with the number of the step.
 
-    It raises OutOfMemory with the memory in use and the savings of possible changes. With
-    memory.on_oom = "halve" it repeats the step from the same state with half the microbatch, if the
-    forward or backward pass ran out of memory, that is, before any weight changed. The following
-    steps use this microbatch too.
+    It raises OutOfMemory with the memory in use and with changes that would save memory. With
+    memory.on_oom = "halve", it instead repeats the step from the same state with half the
+    microbatch, if the forward or backward pass ran out of memory before any weight changed. The
+    following steps use the smaller microbatch too.
     """
 
     def __init__(self, assembly: Assembly, telling: Telling, folder: Path) -> None:
@@ -43,7 +43,7 @@ class WithinMemory:
 
                 shortage = account.describe_shortage(error, self._assembly, number)
                 account.write_segments(self._folder, self._assembly)
-                traceback.clear_frames(error.__traceback__)  # what the step held is let go
+                traceback.clear_frames(error.__traceback__)  # releases the tensors of the step
                 reason = self._reason_against(shortage.phase)
                 if not self._halves or reason is not None:
                     then = f"; memory.on_oom is 'halve', but {reason}" if self._halves else ""
@@ -77,7 +77,7 @@ class WithinMemory:
         return None
 
     def _release_memory(self) -> None:
-        """Release the memory of the failed step; called only between two attempts at a step."""
+        """Release the memory of a failed step before the step is repeated."""
         gc.collect()
         if self._assembly.engine.device.type == "cuda":
             torch.cuda.empty_cache()

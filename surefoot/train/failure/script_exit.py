@@ -1,8 +1,9 @@
-"""Exit code of a script that uses Run: that of `surefoot train`, unless the script calls sys.exit.
+"""Exit code of a script that uses Run, after SIGTERM or Ctrl-C has ended a run.
 
-Without it a script that reaches its end would return 0 although SIGTERM or Ctrl-C had ended its
-run, and a scheduler would count the job as done. No exception is raised, so that the script can
-continue after its `with` block; the code is set when the interpreter exits.
+The script ends with the exit code that `surefoot train` would have, unless it calls sys.exit.
+Otherwise the exit code would be 0, and a scheduler would count the job as done. No exception is
+raised, so that the script can continue after its `with` block. The code is set when the interpreter
+exits.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from types import FrameType
 from surefoot.core.errors import EXIT_OK, SurefootError
 
 RETURNS = tuple(dis.opmap[name] for name in ("RETURN_VALUE", "RETURN_CONST") if name in dis.opmap)
-RUNNER = "runpy"  # what stands above the script in `python -m package.module`
+RUNNER = "runpy"  # the outermost frames of `python -m package.module`
 
 
 class _Script:
-    """Running script of this process, and the exit codes of its interrupted runs, by folder."""
+    """Running script of this process, and the exit codes of its interrupted runs by run folder."""
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None
@@ -33,12 +34,12 @@ class _Script:
     def watch(self) -> None:
         """Find the running script, once per process.
 
-        There is none in a notebook, an interactive session, or a thread of another program.
+        A notebook, an interactive session and a thread of another program have no script.
         """
         if self._process == os.getpid():
             return
         self._process, self._frame, self._codes = os.getpid(), _find_script(), {}
-        # called before atexit, so that all which is registered there runs once
+        # called before atexit, so that each function registered there runs once
         begin = getattr(threading, "_register_atexit", None)
         if self._frame is not None and begin is not None:
             begin(self._end)
@@ -50,12 +51,12 @@ class _Script:
             self._codes[folder] = exit_code
 
     def find_code(self) -> int:
-        """Return the exit code for a script that has ended; 0 if Python's exit code is right."""
+        """Return the exit code of a script that has ended; 0 to leave Python's unchanged."""
         if self._frame is None or self._process != os.getpid():
             return EXIT_OK
         if self._frame.f_code.co_code[self._frame.f_lasti] in RETURNS:
             return next(reversed(self._codes.values()), EXIT_OK)
-        # what Python has just printed; an exit leaves it as it was
+        # the error that Python has just printed; SystemExit does not set it
         error = getattr(sys, "last_value", None)
         return (
             error.exit_code
@@ -65,14 +66,17 @@ class _Script:
 
     def _end(self) -> None:
         code = self.find_code()
-        self._frame = None  # the call below comes here once more
+        self._frame = None  # the call below calls this function again
         if code != EXIT_OK:
-            # ends the interpreter as it would end now, with this code
+            # ends the interpreter as usual, but with this exit code
             ctypes.pythonapi.Py_Exit(code)
 
 
 def _find_script() -> FrameType | None:
-    """Return this thread's outermost frame if it is a script or a module run by `python -m`."""
+    """Return the outermost frame of this thread if it is a script or a module run by `python -m`.
+
+    Otherwise returns None.
+    """
     main = sys.modules.get("__main__")
     frames = [frame for frame, _ in traceback.walk_stack(None)]
     while frames and frames[-1].f_globals.get("__name__") == RUNNER:

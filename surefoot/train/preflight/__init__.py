@@ -1,4 +1,4 @@
-"""Checks before a run: the task's methods are tried on a few samples; nothing is written."""
+"""Checks before a run: the task's methods are called on a few samples; nothing is written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from surefoot.train.resume.state import LiveState
 
 
 def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
-    """Check the assembled run; return notes and add to its warnings.
+    """Check the assembled run; return notes. Warnings are added to `assembly.warnings`.
 
-    Measurements that only lead to a warning were made by the first attempt, and are skipped if the
-    attempt resumes a run (`is_again`). Raises TaskError or SpecError for a run that cannot be
+    If the attempt resumes a run (`is_again`), a measurement that can only lead to a warning is
+    skipped: the first attempt has made it. Raises TaskError or SpecError for a run that cannot be
     trained.
     """
     offload = assembly.spec.memory.offload
@@ -29,7 +29,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
         )
     LiveState(assembly).check()
     generators = watch_task(assembly)
-    with assembly.engine.stepper.eager():  # what is tried here no step repeats
+    with assembly.engine.stepper.eager():  # no step repeats these passes
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(

@@ -1,4 +1,4 @@
-"""Check whether a microbatch's loss depends on the previous one through state of the model."""
+"""Check whether the loss of a microbatch depends on the one before, through state of the model."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ WORDS = (
 
 
 def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
-    """Return warnings if the loss of a half batch changes when the other half is computed first.
+    """Return warnings if the loss of a half batch changes when the other half is computed before.
 
-    The model may keep a hidden state with a row for each sample of a microbatch; the next
-    microbatch then continues it with the rows of other samples.
+    A model may keep a hidden state with a row for each sample of a microbatch. The next microbatch,
+    which has other samples, would then continue from it.
     """
     ranks, feed = assembly.engine.stepper.ranks, assembly.feed
     num_ranks = 1 if ranks is None else ranks.group.size
@@ -41,7 +41,7 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
     for update in assembly.updates:
         try:
             names = _find_carried(assembly, update, *halves)
-        # state of a batch of a different size; what fails in a step is reported there
+        # a half batch may not fit the state; an error that steps have too is reported there
         except Exception:  # noqa: BLE001
             continue
         if names:

@@ -1,4 +1,4 @@
-"""Check of the task on a few samples: what `loss` returns and how batches are split."""
+"""Check of the task on a few samples: the return values of `loss`, and the split of batches."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ PARTS_HINT = (
 
 
 def check(assembly: Assembly) -> list[str]:
-    """Run every update's loss on a few samples, whole and in halves, in evaluation mode.
+    """Compute every update's loss on a few samples and on their halves, in evaluation mode.
 
     Returns notes on checks that were not possible. Raises TaskError for a loss that is not a Loss,
-    is a mean, counts no item in all of the data, disagrees with `counts`, or must not be split as
-    the spec splits it.
+    is a mean, counts no item in all of the data, disagrees with `counts(batch)`, or must not be
+    split although the spec splits it.
     """
     notes: list[str] = []
     writes = [False]  # whether a loss writes into its batch
@@ -62,9 +62,9 @@ def check(assembly: Assembly) -> list[str]:
     def attempt(
         update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch"
     ) -> halving.LossTrial:
-        tried = copy_of(batch)  # what writes into it would change the data before step 1
+        tried = copy_of(batch)  # a loss that writes into its batch must not change the data
         versions = in_place.Versions(tried)
-        # a loss may differentiate by itself: a gradient penalty does
+        # a loss may compute gradients, for example for a gradient penalty
         with preserve_state(assembly.model, state), torch.enable_grad():
             environment.set_seeds(seed)
             before = read_streams()
@@ -135,9 +135,10 @@ def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> 
 
 
 def trial_context(assembly: Assembly) -> AbstractContextManager[Any]:
-    """Return the context of the trial forward passes: fp32, unless weights are stored in bf16.
+    """Return the precision context of trial forward passes: fp32, unless weights are in bf16.
 
-    fp32 best separates a summed loss from a mean; weights stored in bf16 cannot compute in fp32.
+    A sum is distinguished from a mean best in fp32, but weights stored in bf16 cannot compute in
+    fp32.
     """
     return (
         assembly.engine.policy.context()
@@ -147,9 +148,9 @@ def trial_context(assembly: Assembly) -> AbstractContextManager[Any]:
 
 
 def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
-    """Raise TaskError if a batch has one sample and the model has a norm that needs more.
+    """Raise TaskError if a batch of the run has one sample and a norm of the model needs more.
 
-    Otherwise training would fail at the end of the first epoch.
+    Without this check, training would fail at the end of the first epoch.
     """
     feed, model, total = assembly.feed, assembly.model, assembly.course.total_steps
     ends = (
@@ -208,10 +209,10 @@ def _read_first(read: Callable[[np.ndarray], Batch], ids: np.ndarray) -> Batch:
 def _check_counts(
     counts: Callable[[Batch], Any] | None, name: str, loss: Loss, batch: Batch
 ) -> None:
-    """Check that `counts(batch)` agrees with the counts of the loss.
+    """Check that `counts(batch)` agrees with the counts of the loss; raise TaskError if not.
 
-    The gradient is divided by `counts` with microbatches, and by the counts of the loss without
-    them. Raises TaskError for a difference.
+    The gradient is divided by `counts(batch)` with microbatches, and by the counts of the loss
+    without them.
     """
     if counts is None:
         return
@@ -266,7 +267,7 @@ def _check_kind(name: str, loss: Loss) -> None:
                 f"the total of term {term.name} must be a scalar tensor",
                 hint='sum it: cross_entropy(..., reduction="sum")',
             )
-        # of no items the total may be a constant
+        # without items, the total may be a constant
         if not term.total.requires_grad and float(term.count):
             raise TaskError(
                 f"the total of term {term.name} has no gradient",
@@ -297,11 +298,11 @@ def _check_sums(
 ) -> list[str]:
     """Compare the loss of a batch with the losses of its halves; return warnings.
 
-    Raises TaskError for a loss that is not a sum.
+    Raises TaskError for a mean, and with `splits` for any other loss that is not a sum.
     """
     source = assembly.feed.source
     is_whole_batches = isinstance(source, Iterated)
-    # a number of the source may stand for many samples
+    # one index of the source may stand for several samples
     is_grouped = is_whole_batches or len(ids) == 1
     halves = halving.cut_batch(batch, None if is_grouped else len(ids))
     is_cut = is_same = halves is not None
@@ -338,7 +339,7 @@ def _check_sums(
 def _check_joined(assembly: Assembly, name: str) -> bool:
     """Return whether each rank has one microbatch in each step, as a loss with all_gather needs.
 
-    Raises SpecError if a batch has fewer parts than there are ranks.
+    Raises SpecError if a batch cannot be divided among all ranks.
     """
     feed, ranks = assembly.feed, assembly.engine.stepper.ranks
     if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
@@ -364,5 +365,5 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
 
 
 def _norms_batches(model: nn.Module) -> bool:
-    """Return whether a norm of the model mixes the samples of a batch in evaluation mode too."""
+    """Return whether a norm of the model mixes the samples of a batch even in evaluation mode."""
     return any(each.running_mean is None for each in find_batch_norms(model).values())

@@ -12,12 +12,15 @@ from surefoot.train.quiet import preserve_state, read_streams
 
 
 def check(assembly: Assembly) -> list[str]:
-    """Return warnings on random draws of the dataset, from its generator or global streams."""
+    """Return warnings about random draws while samples are read.
+
+    The draws may come from a generator of the dataset or from the global generators.
+    """
     return [*_check_own(assembly), *_check_shared(assembly)]
 
 
 def _check_own(assembly: Assembly) -> list[str]:
-    """Read the same samples twice under the same random states; return a warning if they differ.
+    """Read the same samples twice from the same random state; return a warning if they differ.
 
     A difference means that the dataset uses a separate generator, reads the clock or changes its
     samples.
@@ -48,10 +51,10 @@ def _check_own(assembly: Assembly) -> list[str]:
 
 
 def _check_shared(assembly: Assembly) -> list[str]:
-    """Return a warning if reading draws from the global random streams and loader workers are used.
+    """Return a warning if loader workers read samples that draw from the global random generators.
 
-    Workers do not share these streams. A source that is not thread safe and is read by worker
-    processes is exempt, because its streams are set before each microbatch.
+    Workers do not share these generators. A source that is not thread safe and is read by worker
+    processes is exempt, because its generators are seeded before each microbatch.
     """
     loader, source, augment = assembly.spec.loader, assembly.feed.source, assembly.task.augment
     if not loader.workers or not (getattr(source, "thread_safe", False) or loader.kind == "thread"):
@@ -61,7 +64,7 @@ def _check_shared(assembly: Assembly) -> list[str]:
     with preserve_state(assembly.model, assembly.task.state):
         before = read_streams()
         read = read_sound(source, ids)
-        # else the run does it, and no worker
+        # on other devices the main process augments, not a worker
         if augment is not None and assembly.engine.device.type == "cpu":
             augment(
                 read.whole, Keys(assembly.spec.train.seed, window.epoch, read.readable_ids(ids))

@@ -1,4 +1,4 @@
-"""Check that each loss term is a sum, by comparing a batch's loss with those of its two halves."""
+"""Check that each loss term is a sum: compare the loss of a batch with those of its two halves."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from surefoot.core.errors import TaskError
 
 SAME = 1e-6  # relative
 TOLERANCE = 1e-3  # relative; the two halves of a sum and of a mean differ by a factor of two
-# relative; a model that computes in 16 bits may differ by so much without being wrong
+# relative; rounding in 16 bits can cause this difference
 ROUNDING = 2e-2
 NUM_DRAWS = 8  # seeds under which a loss that draws random numbers is computed
-CERTAIN, COMPATIBLE = 6.0, 4.0  # in standard errors, of means over the seeds
+CERTAIN, COMPATIBLE = 6.0, 4.0  # in standard errors of the mean over the seeds
 SUM_HINT = (
     'give the sum and its count: Loss.sum(cross_entropy(..., reduction="sum"), count); a term that '
     "does not depend on the batch, such as a penalty on weights, is Term(..., fixed=True)"
@@ -35,7 +35,7 @@ Verdict = Literal["sum", "mean", "other", "unknown"]
 
 @dataclass(frozen=True)
 class LossTrial:
-    """Loss in evaluation mode, whether it drew random numbers and whether it calls all_gather."""
+    """Loss in evaluation mode, whether it drew random numbers, and whether it called all_gather."""
 
     loss: Loss
     draws: bool
@@ -43,9 +43,9 @@ class LossTrial:
 
 
 class _Broadcasts(TorchFunctionMode):
-    """Record the last call that broadcast the samples of one tensor against those of another.
+    """Recorder of the last call that broadcast the samples of one tensor against those of another.
 
-    Tensors of shapes (B, 1) and (B,) give one of (B, B).
+    For example, tensors of shapes (B, 1) and (B,) give a result of shape (B, B).
     """
 
     def __init__(self) -> None:
@@ -86,10 +86,10 @@ Try = Callable[[Batch, int], LossTrial]  # the loss of a batch under a seed
 
 
 def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
-    """Return the two halves of a batch, None if its samples cannot be separated.
+    """Return the two halves of a batch; None if its samples cannot be separated.
 
-    `size` is the number of samples, if known. All tensors of a batch that can be cut have the same
-    first dimension, or the parts of the batch are sequences of the same length.
+    `size` is the number of samples, if known. A batch can be cut if all of its tensors have the
+    same first dimension, or if its parts are sequences of the same length.
     """
     found = [
         (lengths, is_sequences)
@@ -113,13 +113,13 @@ def cut_batch(batch: Batch, size: int | None = None) -> list[Batch] | None:
             _part(batch, number, half, is_sequences)
             for half in (slice(0, middle), slice(middle, number))
         ]
-    # a container of somebody else's that cannot be made again from its parts
+    # a user-defined container that cannot be built from parts
     except Exception:  # noqa: BLE001
         return None
 
 
 def double_batch(batch: Batch) -> Batch | None:
-    """Return a batch of one sample with that sample twice; None for any other batch."""
+    """Return a batch with the single sample of `batch` twice; None if it has several samples."""
     if set(_lengths(batch)) != {1}:
         return None
     try:
@@ -140,9 +140,18 @@ def check_sums(
 ) -> list[str]:
     """Compare the loss terms of `whole` with those of its `halves`; return warnings.
 
-    `is_same` means that the halves were cut from `whole`, not read again. `norms_batches` means
-    that the model normalizes over the batch in evaluation mode too: a difference proves nothing.
-    Raises TaskError for a mean, and with `is_split` for any other loss that is not a sum.
+    Args:
+        name: the name of the update.
+        attempt: computes the loss of a batch under a seed.
+        whole: the batch.
+        halves: its two halves.
+        is_split: whether the run splits batches into microbatches or over ranks.
+        is_same: whether the halves were cut from `whole` instead of read again.
+        norms_batches: whether the model normalizes over the batch in evaluation mode too; a
+            difference then proves nothing.
+
+    Raises:
+        TaskError: for a mean, and with `is_split` for any other loss that is not a sum.
     """
     try:
         tried = [[attempt(each, 0) for each in (whole, *halves)]]
@@ -166,7 +175,7 @@ def check_sums(
         if verdict != "sum" and _is_constant(
             [each.loss.terms[index] for each in tried[0] if index < len(each.loss.terms)]
         ):
-            continue  # total and count are those of any batch, so their mean is right
+            continue  # total and count are equal for every batch, so the mean is right
         if verdict in ("mean", "other") and (
             norms_batches or not _repeats(attempt, whole, index, values[0][0], tried)
         ):
@@ -200,8 +209,8 @@ def judge(values: np.ndarray, *, is_same: bool = True) -> Verdict:
     """Classify a loss term as "sum", "mean", "other" or "unknown" from its values.
 
     `values` has shape (seeds, 3): the value for the whole batch and for each half, one row per
-    seed. `is_same` says that the halves hold exactly the samples of the batch: a value between
-    those of the halves is then a mean, whatever its weights.
+    seed. `is_same` means that the halves hold exactly the samples of the batch. A value about
+    halfway between those of the halves is then a mean, even a weighted one.
     """
     whole, halves = values[:, 0], values[:, 1:]
     if not np.isfinite(values).all() or not values.any():
@@ -244,7 +253,10 @@ def _report(
 def _repeats(
     attempt: Try, whole: Batch, index: int, value: float, tried: Sequence[Sequence[LossTrial]]
 ) -> bool:
-    """Return whether a batch gives the same value again; else the loss has its own generator."""
+    """Return whether a second computation on a batch gives the same value.
+
+    If not, the loss draws from a generator that the seeds do not set.
+    """
     if len(tried) > 1:
         return True
     return abs(_value(attempt(whole, 0).loss, index) - value) <= TOLERANCE * abs(value)
@@ -269,7 +281,7 @@ def _is_array(part: Any) -> TypeGuard[Tensor | np.ndarray]:
 
 
 def _lengths(batch: Any) -> Iterator[int]:
-    """Yield the first dimension of each tensor and array in a batch; -1 if it cannot be cut."""
+    """Yield the first dimension of each tensor and array; -1 for a part that cannot be cut."""
     if _is_array(batch):
         if (
             getattr(batch, "is_nested", False)
@@ -287,12 +299,13 @@ def _lengths(batch: Any) -> Iterator[int]:
     elif not isinstance(batch, str | bytes | int | float | bool | None) and hasattr(
         batch, "__dict__"
     ):
-        yield -1  # an object, as a batch of graphs, whose parts are not known
+        yield -1  # an object with unknown parts, such as a batch of graphs
 
 
 def _lengths_of_parts(batch: Any) -> set[int]:
-    """Return the lengths of a batch's direct parts; -1 for a part that is not a sequence or
-    array.
+    """Return the lengths of a batch's direct parts; -1 for any part without a length.
+
+    Only lists, tuples and arrays have one.
     """
     parts = (
         list(batch.values())
@@ -308,7 +321,7 @@ def _lengths_of_parts(batch: Any) -> set[int]:
 
 
 def _part(batch: Any, number: int, rows: slice | list[int], is_sequences: bool) -> Any:
-    """Return `batch` with `rows` selected in every part that has a row per sample (`number`)."""
+    """Return `batch` with `rows` selected in every part that has `number` rows, one per sample."""
     if _is_array(batch):
         return batch[rows] if batch.ndim and len(batch) == number else batch
     if isinstance(batch, Mapping):

@@ -19,11 +19,14 @@ from surefoot.train.preflight.contract import trial_context
 from surefoot.train.quiet import preserve_state
 from surefoot.train.step import LiveUpdate
 
-MAX_MICROBATCHES = 4  # that are computed as one: memory is why a batch is split
+MAX_MICROBATCHES = 4  # that are joined for the comparison, to limit memory
 
 
 def check(assembly: Assembly) -> list[str]:
-    """Return a warning, with the measured effect, if batches are split and BatchNorm trains."""
+    """Return a warning if the model trains BatchNorm and batches are split into microbatches.
+
+    The warning contains the measured effect on the gradient.
+    """
     window, feed = assembly.feed.window(0), assembly.feed
     norms = [module for module in find_batch_norms(assembly.model).values() if module.training]
     parts = feed.microbatches(window)
@@ -32,12 +35,12 @@ def check(assembly: Assembly) -> list[str]:
     parts = parts[:MAX_MICROBATCHES]
 
     def read(ids: np.ndarray) -> Batch:
-        # what a forward pass writes into it must not stay in the data
+        # a forward pass may write into its inputs; the data must not change
         return copy_of(assembly.read(window.epoch, ids))
 
     with preserve_state(assembly.model, assembly.task.state), torch.enable_grad():
         for module in norms:
-            # and nothing else: dropout would draw otherwise for the whole and for its parts
+            # only norms: dropout would draw different masks for the whole and its parts
             module.train()
         shares = [
             _relative_difference(
@@ -50,7 +53,7 @@ def check(assembly: Assembly) -> list[str]:
         f"which changes the gradient of its first {sum(map(len, parts)):,} samples by "
         f"{format_percent(told)}"
     )
-    if told is None:  # ranks that hold a part each see no whole gradient
+    if told is None:  # not measured
         moved = "which changes its gradient"
     cure = (
         'train.batchnorm = "group" (or "layer") replaces '
@@ -67,7 +70,10 @@ def check(assembly: Assembly) -> list[str]:
 def _relative_difference(
     assembly: Assembly, update: LiveUpdate, whole: Sequence[Batch], parts: Sequence[Batch]
 ) -> float | None:
-    """Return the difference of the two gradients relative to the first; None if undefined."""
+    """Return how much the gradients of `whole` and `parts` differ, relative to that of `whole`.
+
+    The result is None if the gradient of `whole` is zero or the difference is not finite.
+    """
     one, other = (_gradient(assembly, update, batches) for batches in (whole, parts))
     size = math.sqrt(sum(float(each.square().sum()) for each in one))
     apart = math.sqrt(

@@ -1,7 +1,7 @@
-"""Predict the peak memory of a training step from a trace with fake tensors, term by term.
+"""Predict the peak memory of a training step from a trace with fake tensors.
 
-The trace uses the model, the recomputation and the optimizers of the run and computes no values.
-Batches are read for real, since their sizes are known only then.
+The trace uses the model, the recomputation and the optimizers of the run, but computes no values.
+Batches are really read, because their sizes are not known before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from surefoot.train.step import LiveUpdate
 from surefoot.train.step.reading import make_feed, read_split
 from surefoot.train.step.sharding import check_keys
 
-# what is claimed; furthest off is a small convolutional network, by 0.2 %:
+# relative error that is guaranteed; the largest measured is 0.2 %, of a small convnet:
 # benchmarks/memory_prediction
 MARGIN = 0.03
 MARGIN_OF_RANKS = 0.1
@@ -61,10 +61,10 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted peak memory of a step in bytes, and its terms; activations are listed per block.
+    """Predicted peak memory of a step in bytes, and the amount of each kind of tensor in it.
 
-    `num_parameters` counts trained parameters; `blocks` holds the peak of the activations of each
-    part of the model, whenever it occurs, the largest first.
+    `num_parameters` counts trained parameters. `blocks` holds the peak of the activations of each
+    part of the model, the largest first; these peaks occur at different times.
     """
 
     spec_id: str
@@ -76,7 +76,7 @@ class Prediction:
 
     @property
     def interval(self) -> tuple[int, int]:
-        """Lowest and highest bytes expected for the measured peak."""
+        """Lowest and highest number of bytes expected for the measured peak."""
         margin = MARGIN if self.layout.world_size == 1 else MARGIN_OF_RANKS
         return round(self.peak_bytes / (1 + margin)), round(self.peak_bytes / (1 - margin))
 
@@ -98,10 +98,17 @@ def predict(
 ) -> Prediction:
     """Predict the peak memory of a step of `spec` with its largest batch, on a CPU.
 
-    The step is neither compiled nor offloaded; with several ranks it is that of rank 0. `source` is
-    the training data if they are read already, `num_ranks` the number of ranks if known, by default
-    that of `[layout]`. Raises InputError for a task that needs values to know its sizes, SpecError
-    for a layout that `train` refuses.
+    The step is neither compiled nor offloaded. With several ranks it is the step of rank 0.
+
+    Args:
+        spec: the settings of the run.
+        task: the task object; None for the task that the spec names.
+        source: the training data; None to read it from the task.
+        num_ranks: the number of ranks; None for that of [layout].
+
+    Raises:
+        InputError: if the sizes of tensors depend on values, or only a run can measure the memory.
+        SpecError: for a layout that training refuses.
     """
     if RecomputeChoice.parse(spec.memory.activation_checkpointing).kind == "budget":
         raise InputError(
@@ -122,7 +129,7 @@ def predict(
     if layout.is_sharded:
         check_keys(spec, layout.shard)
     resolved, spec = take_task(spec, task)
-    # what its code sets on itself has no numbers
+    # attributes that the task sets in the trace are fake tensors
     resolved = resolve(copy.copy(resolved.task), resolved.importable)
     identity = spec.id
     tables = {name: table for name, table in spec.as_tables().items() if name != "compile"}
@@ -132,9 +139,9 @@ def predict(
     source = read_split(resolved, "train") if source is None else source
     batches = _read(spec, resolved, source, layout.world_size)
     if spec.optim.state == "8bit":
-        load_codes()  # they are numbers
+        load_codes()  # these tables are real tensors
     with fake_tensors() as sizes, warnings.catch_warnings():
-        # torch's own, where a module is copied
+        # torch warns when it copies a module
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         try:
             known = replace(resolved, task=_Read(resolved.task, source, sizes))
@@ -159,7 +166,7 @@ def predict(
 
 
 class _Read:
-    """Task wrapper with real training data, read before, and a model of fake tensors."""
+    """Task wrapper with training data that has been read and a model of fake tensors."""
 
     def __init__(self, task: Any, source: Source, sizes: Any) -> None:
         self._task, self._source, self._sizes = task, source, sizes
@@ -175,7 +182,10 @@ class _Read:
 
 
 def _read(spec: RunSpec, task: ResolvedTask, source: Source, num_ranks: int) -> list[Any]:
-    """Return the augmented microbatches of rank 0 in the first step; no rank has more of them."""
+    """Return the augmented microbatches of rank 0 in the first step.
+
+    No rank has more microbatches.
+    """
     feed = make_feed(spec, source, Share(0, num_ranks, spec.layout.virtual_ranks))
     window = feed.window(0)
     read = [(source.read(ids), ids) for ids in feed.mine(window)[1]]
@@ -210,7 +220,7 @@ def resident_tensors(
     average: WeightAverage | None,
     batches: Sequence[Any],
 ) -> dict[str, list[Tensor]]:
-    """Return the tensors that exist throughout a step, by kind."""
+    """Return the tensors that exist throughout a step, by kind, such as "parameters"."""
     states = [
         state
         for update in updates
@@ -230,7 +240,10 @@ def resident_tensors(
 
 
 def held_bytes(assembly: Assembly) -> int:
-    """Return the bytes of all tensors that exist throughout a step, with the copies of buffers."""
+    """Return the bytes of all tensors that exist throughout a step, except the batches.
+
+    Copies of running statistics are included.
+    """
     there = resident_tensors(assembly.model, assembly.updates, assembly.engine.average, ())
     return total_bytes(each for tensors in there.values() for each in tensors) + copied_bytes(
         assembly.model
@@ -238,13 +251,13 @@ def held_bytes(assembly: Assembly) -> int:
 
 
 def copied_bytes(model: nn.Module) -> int:
-    """Return the bytes of the copies of running statistics that restore a skipped step."""
+    """Return the bytes of the copies of running statistics, with which a skipped step is undone."""
     kept = [module for module in model.modules() if getattr(module, "track_running_stats", False)]
     return total_bytes(buffer for module in kept for buffer in module.buffers(recurse=False))
 
 
 def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Prediction:
-    """Trace two steps and predict the peak; optimizers have their state only after the first."""
+    """Trace two steps and predict the peak of the second; the first creates the optimizer state."""
     watched, model, updates = Allocations(), assembly.model, assembly.updates
     average = assembly.engine.average
     gradients: RankGradients | None = None
@@ -305,7 +318,7 @@ def _pass(watched: Allocations, assembly: Assembly, update: LiveUpdate, batch: A
 
 
 def _mark(watched: Allocations, of_rank: RankGradients | None, parameter: Tensor) -> None:
-    gradient = master_of(parameter).grad  # handed over to the master already
+    gradient = master_of(parameter).grad  # a backward hook has moved it to the master
     if gradient is not None:
         watched.mark(gradient, GRADIENTS)
     if of_rank is not None:
@@ -313,9 +326,10 @@ def _mark(watched: Allocations, of_rank: RankGradients | None, parameter: Tensor
 
 
 def _parts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by which activations are reported.
+    """Return the modules for which activations are reported separately.
 
-    These are the repeated blocks and the modules beside them, else the children of the model.
+    These are the repeated blocks and the modules beside them; without repeated blocks, the children
+    of the model.
     """
     try:
         blocks = find_blocks(model)

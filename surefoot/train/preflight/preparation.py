@@ -17,13 +17,13 @@ from surefoot.train.resume.start import check_as_stated
 
 
 class PreparedRun(NamedTuple):
-    """A run that can be opened: its task as given, its parts, and how its folder is chosen."""
+    """A checked run before its folder is opened: task, program, parts, and choice of its folder."""
 
     task: ResolvedTask
     program: Program
     assembly: Assembly
     choose: Callable[[], Chosen]
-    damaged: Sequence[str]  # of the log that the folder has, in words
+    damaged: Sequence[str]  # messages on damage of the log
     notes: list[str]
 
 
@@ -37,7 +37,11 @@ def prepare(
     accept_code_change: bool,
     is_fork: bool,
 ) -> PreparedRun:
-    """Load the task, or take the `given` one, and check the run. Raises InputError if it cannot."""
+    """Build all parts of a run, choose its folder and check the run before it starts.
+
+    `given` is the task object, or None for the task that the spec names. Raises InputError for a
+    run that cannot be started.
+    """
     environment.set_seeds(spec.train.seed)
     task, spec = take_task(spec, given)
     program = Program.of(task.importable, task.task)

@@ -1,9 +1,9 @@
-"""Share of the training state that one rank of a layout holds, for a trace on one process.
+"""Share of the training state that one rank of a layout holds, for a trace in one process.
 
 Without sharding, and in stage 1, every gradient is moved into a bucket of its size, which persists
-between steps; in stages 2 and 3 a rank keeps rows of the gradient. The state that
+between steps. In stages 2 and 3 a rank keeps rows of the gradient. The state that
 `layout.zero_stage` shards is divided by the number of shard ranks. Stage 2 gathers all weights
-during a step; stage 3 gathers those outside of blocks, and the weights of one block at a time.
+during a step. Stage 3 gathers the weights outside of blocks, and those of one block at a time.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.step.sharding import find_units
 
 GATHERED = "gathered weights"
-# blocks whose weights are there at a time where a step holds most: at the end of its backward pass
+# blocks whose weights are gathered at the peak of a step, the end of its backward pass
 NUM_GATHERED = 1
 
-# buffers of gradients that are there at a time: that of the block before is freed when the next one
+# gradient buffers that exist at a time: the buffer of one block is freed when that of the next
 # is sent
 NUM_SENT = 2
 
@@ -43,7 +43,10 @@ def find_layout(spec: RunSpec, num_ranks: int | None = None) -> Layout:
 
 @dataclass(frozen=True)
 class RankShare:
-    """Share of the traced model on one rank of `layout`; gathers one of `blocks` at a time."""
+    """Share of the traced model that one rank of `layout` holds.
+
+    In stage 3, a rank gathers the weights of one of `blocks` at a time.
+    """
 
     layout: Layout
     blocks: Mapping[str, nn.Module]
@@ -54,7 +57,7 @@ class RankShare:
         return self.layout.is_sharded and self.layout.stage > 1
 
     def of(self, kind: str) -> float:
-        """Return the share (0 to 1) of a kind of state (`held`) that one rank holds, in bytes."""
+        """Return the fraction (0 to 1) of the bytes of `kind`, such as "optimizer", on one rank."""
         split = {"optimizer", "averages"} | ({GRADIENTS, "parameters"} if self.is_split else set())
         return 1 / self.layout.shard if self.layout.is_sharded and kind in split else 1.0
 
@@ -79,9 +82,9 @@ def find_share(layout: Layout, model: nn.Module, blocks: Sequence[str | nn.Modul
 
 
 class RankGradients:
-    """Moves each gradient of a traced backward pass to the buffer where a rank keeps it.
+    """Simulation of one rank's gradient buffers in a traced backward pass.
 
-    The object must be made before the traced step, while allocations are not recorded.
+    Create the object before the traced step, while allocations are not recorded.
     """
 
     def __init__(self, share: RankShare, model: nn.Module, watched: Allocations) -> None:
@@ -98,12 +101,12 @@ class RankGradients:
             watched.hold(each, GRADIENTS, share.of(GRADIENTS))
 
     def begin_pass(self, *, is_last: bool) -> None:
-        """Prepare for a backward pass."""
+        """Prepare for a backward pass; `is_last` is true for the last microbatch of the step."""
         self._is_last = is_last
         self._left = Counter(self._sizes)
 
     def take(self, parameter: Tensor) -> None:
-        """Move the gradient of `parameter`, which the backward pass has just computed."""
+        """Move the gradient that the backward pass has just computed for `parameter`."""
         if not self._share.is_split:
             if self._is_last:
                 master_of(parameter).grad = self._kept[id(parameter)]
@@ -113,12 +116,12 @@ class RankGradients:
         if not self._left[unit]:
             members = [each for each in self._trained if self._unit_of[id(each)] == unit]
             size = NUM_SENT * sum(map(_num_bytes, members))
-            self._watched.pass_through(size, GRADIENTS)  # buffers, of which each rank gets rows
+            self._watched.pass_through(size, GRADIENTS)  # buffers for the reduce-scatter
             for each in members:
                 master_of(each).grad = None
 
     def end_passes(self) -> None:
-        """Restore every gradient for the optimizer after all backward passes of an update."""
+        """Set every `grad` for the optimizer, after all backward passes of an update."""
         for each in self._trained:
             master_of(each).grad = self._kept[id(each)]
 

@@ -1,4 +1,4 @@
-"""Choice of the samples on which a loss is tried: the first ones, or later ones."""
+"""Choice of the samples on which the loss is tried before the run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from surefoot.core.errors import TaskError
 from surefoot.train.assemble import Assembly
 
 NUM_SAMPLES = 8
-NUM_SOUGHT = 64  # steps, spread over the epoch, in which items that count are looked for
+NUM_SOUGHT = 64  # steps, spread over the epoch, that are searched for items that count
 
 
 class SampleLosses(NamedTuple):
-    """Samples as one batch, and the loss of each update over the batch."""
+    """Samples as one batch, and the loss of each update on this batch."""
 
     ids: np.ndarray
     batch: Batch
@@ -29,16 +29,16 @@ def find(
 ) -> tuple[SampleLosses, list[str]]:
     """Return the samples on which the loss is checked, and warnings.
 
-    These are the first `NUM_SAMPLES`; a whole microbatch of the run if the model fails on fewer;
-    and later samples if the loss of an update counts no item of the first. Raises TaskError if a
-    loss counts no item in all of the data.
+    Normally these are the first `NUM_SAMPLES` samples. If the model fails on so few, a whole
+    microbatch is used. If the loss of an update counts none of their items, later samples are used.
+    Raises TaskError if a loss counts no item in all of the data.
     """
     feed = assembly.feed
     tried = _try_sizes(feed, attempt)
     empty = _find_empty(assembly, tried)
     if not empty:
         return tried, []
-    if feed.source.guarantee != "proven":  # which is only read forwards
+    if feed.source.guarantee != "proven":  # which can only be read in sequence
         return tried, [_describe(empty, "the first batch")]
     num_steps, num_tried = feed.steps_per_epoch or NUM_SOUGHT, 0
     for step in sorted(
@@ -60,7 +60,7 @@ def find(
 def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> SampleLosses:
     window = feed.window(0)
     own = feed.microbatches(window)[0]
-    # of what is read forwards one batch at a time
+    # a sequential source returns one batch at a time
     few = window.ids[:NUM_SAMPLES] if feed.source.guarantee == "proven" else own
     try:
         return attempt(few)
@@ -71,7 +71,7 @@ def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> Sam
 
 
 def _find_empty(assembly: Assembly, tried: SampleLosses) -> str:
-    """Return the name of the first update whose loss counts no item; "" if there is none."""
+    """Return the name of the first update whose loss counts no item; "" if all count some."""
     pairs = zip(assembly.updates, tried.losses, strict=True)
     return next(
         (

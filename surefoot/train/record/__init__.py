@@ -1,1 +1,1 @@
-"""Records of a run: its log, its console output, its scores and its summary."""
+"""Records of a run: log, console output, scores, peak memory, profiles and summary."""

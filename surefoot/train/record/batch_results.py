@@ -1,4 +1,4 @@
-"""Results of the batches of an evaluation, merged in the order of the batches."""
+"""Results of the batches of an evaluation, and their merging in the order of the batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from surefoot.components.metrics import BitsPerByte, Mean, Perplexity
 from surefoot.contract.task import Batch, Metric, Output, ResolvedTask
 from surefoot.runtime.comm.group import Group
 
-# totals and counts, which go as text
+# metrics with a total and a count, which are sent as text
 PLAIN: dict[str, Any] = {kind.__name__: kind for kind in (Mean, Perplexity, BitsPerByte)}
 Number = Tensor | float
 Term = tuple[str, Number, Number, float]
@@ -29,7 +29,7 @@ class BatchResult(NamedTuple):
 
 
 class Merged:
-    """Sums of the samples, loss terms (each with its weight) and metrics of all parts so far."""
+    """Sums of the samples, loss terms (each with its weight) and metrics of all results so far."""
 
     def __init__(self) -> None:
         self.num_samples = 0
@@ -53,11 +53,12 @@ class Merged:
 def gather(
     mine: Sequence[BatchResult], group: Group, *, can_share: bool = True
 ) -> list[BatchResult] | None:
-    """Return the parts of all ranks in the order of the batches; of n ranks each has every n-th.
+    """Return the results of all ranks in the order of the batches.
 
-    Returns None if a metric holds values that cannot be sent as text, or if a rank passes
-    `can_share` as false. A rank rebuilds the metrics of other ranks with the classes of its own
-    metrics; a rank without a batch knows only surefoot's classes.
+    Of n ranks, each has every n-th batch. A rank rebuilds the metrics of other ranks with the
+    classes of its own metrics; a rank without a batch knows only the classes of surefoot. Returns
+    None if a metric holds values that cannot be sent as text, if a class is not known, or if a rank
+    passes `can_share` as false.
     """
     is_plain = all(is_sendable(metric) for part in mine for metric in part.metrics.values())
     if group.most([float(not (is_plain and can_share))])[0]:
@@ -78,7 +79,7 @@ def gather(
 
 
 def is_sendable(metric: Metric) -> bool:
-    """Return whether other ranks can rebuild a metric: it holds tensors, numbers and text."""
+    """Return whether other ranks can rebuild `metric` from tensors, numbers and text."""
     if type(metric) in PLAIN.values():
         return True
     slots = any(vars(kind).get("__slots__") for kind in type(metric).__mro__)
@@ -91,14 +92,14 @@ def is_sendable(metric: Metric) -> bool:
 
 
 def watch(task: ResolvedTask, unshared: set[str]) -> ResolvedTask:
-    """Return the task, whose `metrics` adds the names of unsendable metrics to `unshared`."""
+    """Return the task with a `metrics` that adds names of unsendable metrics to `unshared`."""
     if task.metrics is None:
         return task
     give = task.metrics
 
     def metrics(output: Output, inputs: Batch) -> Mapping[str, Metric]:
         found = give(output, inputs)
-        if isinstance(found, Mapping):  # else the evaluation says what it is
+        if isinstance(found, Mapping):  # if not, the evaluation raises an error
             unshared.update(name for name, metric in found.items() if not is_sendable(metric))
         return found
 
@@ -106,7 +107,7 @@ def watch(task: ResolvedTask, unshared: set[str]) -> ResolvedTask:
 
 
 def describe_unshared(names: Collection[str], group: Group) -> list[str]:
-    """Return a message if ranks cannot share an evaluation because of the metrics `names`."""
+    """Return a message if ranks cannot share an evaluation because of the metrics in `names`."""
     if group.is_alone or not names:
         return []
     named = ", ".join(sorted(names))
@@ -142,7 +143,7 @@ def _as_values(metric: Metric) -> Any:
 
 
 def _number(value: Number) -> float:
-    """Return a number as a Python number; JSON has no NumPy types."""
+    """Return `value` as a Python number, because JSON has no tensors and no NumPy types."""
     return value if isinstance(value, (int, float)) else value.item()
 
 

@@ -1,4 +1,4 @@
-"""Check whether a model keeps state between batches of an evaluation, such as a hidden state."""
+"""Check whether a model keeps state, such as a hidden state, between batches of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ NONE = Aliases({}, {}, {})
 class CarriedState:
     """Comparison of buffers, module attributes and the task's `state()` between evaluated batches.
 
-    A change that only the first of several batches makes does not count: a table built on first
-    use.
+    A change that only the first of several batches makes does not count, because a model may build
+    a table on first use.
     """
 
     def __init__(self, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None) -> None:
@@ -26,7 +26,7 @@ class CarriedState:
         self._after_first: dict[str, Any] = {}
 
     def after_batch(self) -> None:
-        """Read the state after the first batch."""
+        """Count a batch; after the first one, read the state."""
         self._num_batches += 1
         if self._num_batches == 2:
             self._before = self._after_first

@@ -1,4 +1,4 @@
-"""Compilation of a run: first summary, recompilations and their reasons, fallbacks, budget."""
+"""Report of a run's compilations: first summary, recompilations with reasons, fallbacks, budget."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.stepper import EAGER_STEPS
 from surefoot.train.step.whole import WholeStep, check
 
-GIVEN_UP = "recompile limit"  # torch's words for code that it has compiled too often
+GIVEN_UP = "recompile limit"  # message of torch for code that it has compiled too often
 
 
 @dataclass(frozen=True)
 class CompileNotices:
-    """Compilations since the last call, lines to print, and faults as (finding, action)."""
+    """Compilations in some steps, lines to print, and faults as (finding, action)."""
 
     compilations: list[Compilation]
     lines: list[str]
@@ -33,7 +33,7 @@ class CompileNotices:
 
 
 class Compiling:
-    """Monitor of a run's compilations and of their budget in the spec."""
+    """Monitor of the compilations of a run, and of the budget for recompilations."""
 
     def __init__(self, compiled: CompiledRegions, table: CompileTable) -> None:
         self._compiled, self._table = compiled, table
@@ -43,7 +43,10 @@ class Compiling:
         self._compiling_s = 0.0
 
     def take(self, step: int) -> CompileNotices:
-        """Return the news after `step`; the first step is observed in eager mode, not compiled."""
+        """Return the compilations and messages since the last call, after `step`.
+
+        The first step is observed in eager mode, and is not compiled.
+        """
         new = self._compiled.steward.take()
         again = [each for each in new if each.why_again is not None]
         lines, faults = [each.words for each in again], []
@@ -90,7 +93,7 @@ class Compiling:
         )
 
     def raise_if_over(self) -> None:
-        """Raise TaskError if the compile budget is spent and the spec says to stop then."""
+        """Raise TaskError if the compile budget is exceeded and `compile.over_budget` is "stop"."""
         if self._is_over and self._table.over_budget == "stop":
             raise TaskError(
                 self._describe_over_budget,
@@ -109,7 +112,7 @@ def compile_as_specified(
     updates: list[LiveUpdate],
     recomputed: RecomputeHandle | None,
 ) -> CompiledRegions:
-    """Compile what [compile] names, with the recomputation that was set up before.
+    """Compile what the [compile] table selects, with the recomputation that was set up before.
 
     Raises InputError if there are no blocks to compile, if the step cannot be one graph, or for a
     region inside a block whose operators are recomputed.
@@ -141,7 +144,8 @@ def compile_as_specified(
 def _check_around(regions: Iterable[str], recomputed: RecomputeHandle) -> None:
     """Raise SpecError for a compiled region inside a block that recomputes single operators.
 
-    Compiled code overwrites its intermediate results, so that these cannot be kept.
+    Compiled code overwrites its intermediate results, so that they cannot be saved for the backward
+    pass.
     """
     blocks = recomputed.blocks if recomputed.how.kind == "operators" else ()
     for region in regions:
@@ -159,7 +163,7 @@ def _check_around(regions: Iterable[str], recomputed: RecomputeHandle) -> None:
 
 
 def describe_mode(spec: RunSpec, device: str) -> list[str]:
-    """Return a message if compile.mode has no effect on `device`, with the reason."""
+    """Return a message with the reason if `compile.mode` has no effect on `device`."""
     table = spec.compile
     why = why_default(table.mode, device, deterministic=spec.train.deterministic)
     return [] if why is None else [f'compile.mode = "{table.mode}" runs as "default", since {why}']

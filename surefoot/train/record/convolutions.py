@@ -1,4 +1,4 @@
-"""cuDNN benchmarking (train.cudnn_benchmark) that is switched off if batches have many shapes."""
+"""cuDNN benchmarking (train.cudnn_benchmark), which is switched off if batches have many shapes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ MAX_SHAPES = 8  # of whole batches: one, the short last one, and some more
 
 @final
 class TimedConvolutions:
-    """Step function that switches cuDNN benchmarking off once batches have more than 8 shapes.
+    """Step function that switches cuDNN benchmarking off after batches of more than 8 shapes.
 
-    Each new shape costs a search over the algorithms.
+    For each new shape, cuDNN would search its algorithms again.
     """
 
     def __init__(

@@ -12,14 +12,14 @@ from surefoot.core.errors import SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
 
-NUM_NAMED = 4  # of the parameters that are alike
+NUM_NAMED = 4  # names per group of parameters
 
 
 def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
-    """Record the dtypes observed in `step`.
+    """Record the dtypes that were observed in `step`.
 
-    Raises NumbersError for a parameter that the contract does not allow, SpecError if
-    train.attention is "fused" and no fused kernel was called.
+    Raises NumbersError for a parameter that violates `precision.contract`. Raises SpecError if
+    train.attention is "fused" but step 1 called no fused kernel.
     """
     record = assembly.engine.stepper.record
     if record is None:
@@ -57,7 +57,7 @@ def _is_fused_attention(operator: str) -> bool:
 
 
 def summarize_dtypes(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
-    """Return one row per group of like parameters, with the names of the first few."""
+    """Return one row per group of parameters with the same dtypes, with the first four names."""
     return [
         {**row, "names": row["names"][:NUM_NAMED], "num_parameters": len(row["names"])}
         for row in group(parameters)

@@ -12,7 +12,7 @@ from torch import Tensor
 from surefoot.components.precision.policy import HALVES
 from surefoot.core.errors import TaskError
 
-SHAPE = "{}.shape"  # names the array with the shape of each row, where rows differ
+SHAPE = "{}.shape"  # name of the array with the shape of each row, if the shapes differ
 WHAT = "return a tensor whose first dimension is the batch's, or a tuple, list or dict of them"
 
 
@@ -20,10 +20,10 @@ class Outputs:
     """Collector of the outputs of batches, as one array per tensor.
 
     `arrays` returns the arrays, `left_out` holds the reason for each output without rows. A single
-    tensor is named `output`; in nested tuples, lists and dicts a tensor is named by its keys and
-    positions: `hidden.0`. A list with one entry per sample, as detectors return it, has the names
-    of the entries. Rows of different shapes are padded with zeros, and the array `NAME.shape` holds
-    the shape of each row.
+    tensor is named `output`. In nested tuples, lists and dicts a tensor is named by its keys and
+    positions, such as `hidden.0`. Detectors return a list with one entry per sample; the arrays
+    then have the names of the tensors in an entry. Rows of different shapes are padded with zeros,
+    and the array `NAME.shape` holds the shape of each row.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Outputs:
         self.left_out: dict[str, str] = {}
 
     def add(self, made: Any, num_samples: int | None) -> None:
-        """Add the output for a batch. Raises TaskError if no tensor has a row for each sample."""
+        """Add the output of a batch. Raises TaskError if no tensor has a row for each sample."""
         leaves = dict(_leaves(made, "", num_samples))
         size = num_samples if num_samples is not None else _first_size(leaves)
         kept = {}
@@ -48,7 +48,7 @@ class Outputs:
         self._num_samples += size
 
     def is_ambiguous(self, size: int) -> bool:
-        """Return whether a dimension other than the first is as long as the batch."""
+        """Return whether a dimension other than the first has `size` entries, like the batch."""
         return any(size in part.shape[1:] for parts in self._rows.values() for part in parts)
 
     def check_num_rows(self, made: Any, fewer: int) -> None:
@@ -69,7 +69,7 @@ class Outputs:
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the arrays by name.
 
-        Raises TaskError if a tensor is missing for some batch, or its number of dimensions differs.
+        Raises TaskError if a tensor is missing for a batch, or if its number of dimensions varies.
         """
         found: dict[str, np.ndarray] = {}
         for name, parts in self._rows.items():
@@ -96,7 +96,7 @@ class Outputs:
 
 
 def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of an output with its name; a list with a tensor per sample is one leaf."""
+    """Yield each leaf of an output with its name; a list with a tensor per sample is one leaf."""
     if (
         isinstance(made, list)
         and size is not None
@@ -126,7 +126,10 @@ def _leaves(made: Any, name: str, size: int | None) -> Iterator[tuple[str, Any]]
 
 
 def _are_samples(made: list[Any], size: int) -> bool:
-    """Return whether a list as long as the batch holds an entry per sample, not whole batches."""
+    """Return whether the list `made` of `size` entries has one entry per sample.
+
+    Otherwise its entries are tensors of whole batches.
+    """
     if all(isinstance(one, Mapping) for one in made):
         return all(
             one.keys() == made[0].keys()
@@ -148,7 +151,7 @@ def _first_size(leaves: Mapping[str, Any]) -> int:
 
 
 def _reason_against(value: Any, size: int) -> str | None:
-    """Return why a part of an output has no row for each of `size` samples; None if it has."""
+    """Return why `value` does not have a row for each of `size` samples; None if it has."""
     if isinstance(value, list):
         return None
     if not isinstance(value, Tensor):
@@ -186,7 +189,7 @@ def _hint(leaves: Mapping[str, Any], size: int) -> str:
 
 
 def _parts(value: Tensor | list[Tensor]) -> Sequence[Tensor]:
-    """Return the rows of a list or a nested tensor, whose shapes differ; else the tensor itself."""
+    """Return the rows of a list or a nested tensor separately; a plain tensor is one part."""
     if isinstance(value, list) or value.is_nested:
         return [row.unsqueeze(0) for row in (value if isinstance(value, list) else value.unbind())]
     return [value]

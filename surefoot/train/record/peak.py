@@ -1,4 +1,4 @@
-"""Predicted and measured peak memory of a step (memory.predict), logged and in `shape.json`."""
+"""Peak memory of a step (memory.predict): predicted in `shape.json`, and measured in the log."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from surefoot.train.preflight.predicted import Prediction
 
 FILE = "shape.json"
-MEASURED = 3  # the step of an attempt that is measured: by then all that is held is there
+MEASURED = 3  # the step of an attempt that is measured, when all persistent tensors exist
 
 
 def make_step_function(
     assembly: Assembly, telling: Telling, folder: Path
 ) -> Callable[[int], StepReport]:
-    """Return the step function of a run; called with the number of the step."""
+    """Return the step function of a run with its checks; called with the number of the step."""
     step: Callable[[int], StepReport] = Unfreezing(
         WithinMemory(assembly, telling, folder), assembly, telling
     )
@@ -58,7 +58,10 @@ def make_step_function(
 
 @final
 class PeakCheck:
-    """Step function that measures the third step's peak memory and logs it with the prediction."""
+    """Step function that measures the peak memory of the third step of an attempt.
+
+    The peak is logged together with the prediction.
+    """
 
     def __init__(
         self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling, folder: Path
@@ -76,7 +79,7 @@ class PeakCheck:
                 )
 
     def _predict(self) -> Prediction | None:
-        """Return the predicted peak; model, task and random streams are left unchanged."""
+        """Return the predicted peak; the model, the task and random generators stay unchanged."""
         from surefoot.train.preflight.predicted import predict
 
         assembly = self._assembly
@@ -102,7 +105,7 @@ class PeakCheck:
         if self._left:
             return self._step(number)
         for update in self._assembly.updates:
-            update.guarded.clear_gradients()  # their release would not be seen
+            update.guarded.clear_gradients()  # their release would not be recorded
         measure = (
             _Device(self._assembly)
             if self._assembly.engine.device.type == "cuda"
@@ -138,7 +141,7 @@ class PeakCheck:
 
 
 class _HostPeak:
-    """Peak host memory of a step in bytes, by torch's profiler; None if that is already running."""
+    """Peak host memory of a step in bytes, from torch's profiler; None if it is in use."""
 
     def __init__(self, assembly: Assembly) -> None:
         from surefoot.components.memory.measure import Rise

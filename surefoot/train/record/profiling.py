@@ -1,7 +1,7 @@
-"""Profiler window in a run, opened by the caller of the run or by a request file in its folder.
+"""Profiler window in a running training, opened by its own process or by a request file.
 
-A file reaches a run in a container or on another host. The run checks for the request file at the
-end of a step, at most once a second.
+A request file in the run folder reaches a run in a container or on a different host. The run checks
+for the file at the end of a step, at most once a second.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ LIVE = {"wait": 5, "warmup": 2}
 
 @final
 class Profiling:
-    """Recorder of profiler windows that a request file asks for; `say` prints to the console."""
+    """Recorder of profiler windows, which its caller or a request file opens.
+
+    `say` prints to the console.
+    """
 
     def __init__(self, run: Path, assembly: Assembly, say: Callable[[str], None]) -> None:
         self._run, self._folder, self._assembly, self._say = run, run / FOLDER, assembly, say
         self._request = self._folder / REQUEST_FILE
         self._next_look_s = 0.0
         self._profiler: Profiler | None = None
-        self._asked: str | None = None  # by whom
+        self._asked: str | None = None  # id of the request
         self._clock = assembly.engine.stepper.clock
 
     @property
@@ -76,14 +79,14 @@ class Profiling:
         return fitted
 
     def _listen(self) -> None:
-        """Subscribe to phases and collectives while the window is open; else unsubscribe."""
+        """Subscribe to phases and collectives while the window records; unsubscribe otherwise."""
         is_open = self._profiler is not None and self._profiler.ranges is not None
         self._clock.listener = self._phase_begins if is_open else None
         if (ranks := self._assembly.engine.stepper.ranks) is not None:
             ranks.group.waiting.ranges = record_function if is_open else None
 
     def step_done(self, report: StepReport) -> None:
-        """Advance the window after a step, or look for a request if there is no window."""
+        """Advance the window after a step; without a window, check for a request file."""
         if self._profiler is None:
             now_s = time.monotonic()
             if now_s >= self._next_look_s:
@@ -98,7 +101,7 @@ class Profiling:
             self._answer_request("done", f"recorded up to step {report.step:,}")
 
     def _phase_begins(self, phase: int) -> None:
-        """Mark the range of `phase` in the trace; time outside of all phases has no range."""
+        """Mark the start of `phase` in the trace; time outside of all phases is not marked."""
         ranges = None if self._profiler is None else self._profiler.ranges
         if ranges is not None and phase == OTHER:
             ranges.end("phase")
@@ -106,7 +109,7 @@ class Profiling:
             ranges.begin("phase", PHASES[phase])
 
     def close(self) -> None:
-        """Close an open window at the end of the run and keep the steps recorded so far."""
+        """Close an open window at the end of the run; the steps recorded so far are saved."""
         self._clock.listener = None
         if self._profiler is None or self._profiler.is_done:
             return
@@ -120,7 +123,7 @@ class Profiling:
 
     @contextlib.contextmanager
     def _suppress_window_errors(self) -> Any:
-        """Return a context in which an error of a requested window does not fail the run.
+        """Return a context in which an error of a requested window does not end the run.
 
         The error is written as the answer to the request.
         """
@@ -150,7 +153,7 @@ class Profiling:
             self._say(f"step {step:,}: a profile was requested: {window}")
 
     def _answer_request(self, outcome: str, words: str) -> None:
-        """Write the answer to the request and reset, so that the next request can be taken."""
+        """Write the answer to the request, and close the window to allow a new request."""
         self._clock.listener = None
         answer = {"version": 1, "id": self._asked, "outcome": outcome, "words": words}
         with contextlib.suppress(OSError):
@@ -164,7 +167,7 @@ class Profiling:
 
 
 def _check_request(text: str) -> Mapping[str, Any]:
-    """Return the fields of a request. Raises InputError for a damaged request."""
+    """Return the fields of a request. Raises InputError if the file is damaged."""
     with contextlib.suppress(ValueError, RecursionError):
         asked = json.loads(text)
         if isinstance(asked, dict) and all(

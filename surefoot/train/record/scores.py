@@ -1,4 +1,4 @@
-"""Evaluations of a run: when they are due, which is the best, and when to stop early."""
+"""Evaluations of a run: when they are due, which one is the best, and when to stop early."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ class Scores:
         self.best_step: int | None = None
         self.last: Evaluation | None = None
         self.last_step = 0
-        # what the losses counted, in all attempts; None if an older version did not save it
+        # items that the losses counted in all attempts; None if an older version did not save it
         self.num_items: float | None = 0.0
-        # a fork's: its seconds of training, its samples, its items
+        # of a fork: training seconds, samples and items of its parent
         self._of_parent: dict[str, float] = {}
-        # the split whose evaluation SIGTERM broke off: the next attempt begins with it
+        # split whose evaluation SIGTERM interrupted; the next attempt starts with it
         self.owed: str | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
+        """Return the state that a checkpoint stores."""
         return {
             "best": _without_time(self.best),
             "best_step": self.best_step,
@@ -54,7 +54,7 @@ class Scores:
         }
 
     def restore(self, state: Mapping[str, Any] | None, clock: Mapping[str, float]) -> None:
-        """Restore a checkpoint's `state` and `clock`; the best score is that of all attempts."""
+        """Restore the `state` and `clock` of a checkpoint, with the best score of all attempts."""
         self._of_parent = {name: value for name, value in clock.items() if name != "training_s"}
         if state is None:
             return
@@ -66,25 +66,26 @@ class Scores:
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
 
     def clock(self, training_s: float) -> dict[str, float]:
-        """Return the training time for a checkpoint, and in a fork the parent's totals.
+        """Return the training time, and in a fork the totals of the parent run, for a checkpoint.
 
-        The throughput of a fork leaves the parent's training time, samples and items out.
+        The throughput of a fork excludes the training time, samples and items of the parent.
         """
         return {"training_s": training_s, **self._of_parent}
 
     def begin_fork(self, num_samples: int, training_s: float) -> None:
-        """Leave the parent's training out of the throughput, as the new folder's records do."""
+        """Exclude the parent's samples and training time from the throughput of a fork."""
         items = {} if self.num_items is None else {"parent_items": self.num_items}
         self._of_parent = {"parent_s": training_s, "parent_samples": float(num_samples), **items}
 
     def count(self, num_items: float) -> None:
-        """Add the number of items that the losses of some steps counted."""
+        """Add a number of items that losses have counted."""
         self.num_items = None if self.num_items is None else self.num_items + num_items
 
     def take_owed(self) -> str | None:
-        """Return the split to evaluate before the next step, once; None if nothing is owed.
+        """Return the split whose evaluation SIGTERM interrupted; None if there is none.
 
-        The best checkpoint and a plateau schedule depend on this evaluation.
+        It must be evaluated before the next step, because the best checkpoint and a plateau
+        schedule depend on it. Later calls return None.
         """
         owed, self.owed = self.owed, None
         return owed
@@ -95,7 +96,7 @@ class Scores:
         return self._every_s is not None and time.perf_counter() - self._last_s >= self._every_s
 
     def add(self, step: int, result: Evaluation) -> bool:
-        """Add an evaluation, advance a plateau schedule; return whether it is the best so far."""
+        """Add an evaluation and advance a plateau schedule; return whether it is the best."""
         self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
         self._assembly.schedule.observe(math.nan if result.value is None else result.value)
@@ -194,7 +195,7 @@ def _per_s(count: float | None, elapsed_s: float) -> float | None:
 
 
 def _noise_row(assembly: Assembly) -> dict[str, Any]:
-    """Return the gradient noise with advice on the batch size; empty if `observe.noise` is off."""
+    """Return the gradient noise with advice on the batch size; empty if it is not known."""
     noise = assembly.noise
     return (
         {}
@@ -204,7 +205,10 @@ def _noise_row(assembly: Assembly) -> dict[str, Any]:
 
 
 def timing_rows(timing: Timing) -> dict[str, Any]:
-    """Return the timing part of a summary: phases, step time percentiles (None without steps)."""
+    """Return the timing rows of a summary: phases, outliers, and percentiles of the step time.
+
+    The percentiles are None without steps.
+    """
     percentiles = quantiles(timing.step_s, (0.5, 0.95, 0.99)) if timing.step_s else (None,) * 3
     return {
         "phases": timing.phases,
@@ -214,5 +218,5 @@ def timing_rows(timing: Timing) -> dict[str, Any]:
 
 
 def _without_time(result: Evaluation | None) -> dict[str, Any] | None:
-    """Return an evaluation's fields with elapsed_s = 0, so that they depend on the steps alone."""
+    """Return an evaluation's fields with elapsed_s = 0, so that they depend only on the steps."""
     return None if result is None else {**asdict(result), "elapsed_s": 0.0}

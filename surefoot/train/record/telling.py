@@ -1,4 +1,4 @@
-"""Output of a run: records in `events.jsonl`, TensorBoard, and console; its time is "logging"."""
+"""Output of a run to `events.jsonl`, TensorBoard and the console, timed as phase "logging"."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunDamage:
-    """Damage in the folder of a resumed run: log lines, checkpoints, and lost ledger rows."""
+    """Damage found in the folder of a resumed run: in its log, checkpoints, ledger and data."""
 
     log: Sequence[str] = ()
     commits: Sequence[str] = ()
-    lost_commits: str = ""  # those that the log names and that are gone, in words
+    lost_commits: str = ""  # text on checkpoints that the log names but that are missing
     num_lost_rows: int = 0
-    other_data: str = ""  # how what is read again differs from what was trained on
+    other_data: str = ""  # text on how the data differ from the data trained on
 
 
 class Telling:
-    """Outputs of one attempt; an output with a storage error is dropped, and the run continues."""
+    """Outputs of one attempt. An output with a storage error is dropped; the run continues."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Telling:
             self.console.warn(text)
 
     def begin(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
-        """Print the notes at the start of a run, and the warnings even with `quiet`."""
+        """Print notes at the start of a run, and warnings, the latter even with `quiet`."""
         with self._clock.within(LOGGING):
             for warning in warnings:
                 self.console.warn(warning)
@@ -88,9 +88,10 @@ class Telling:
                 self.give_up("TensorBoard", error, getattr(event, "step", 0))
 
     def judge(self, step: int) -> None:
-        """Record the guard's findings in the steps up to `step`; rank 0 prints them, even if quiet.
+        """Record what the non-finite check found in the steps up to `step`, and compilations.
 
-        All ranks find the same.
+        All ranks find the same. Rank 0 prints it, even with `quiet`. Raises TaskError if the spec
+        allows fewer recompilations.
         """
         for fault in self._guard.judge(step):
             self.write(environment.fault(self.generation, fault))
@@ -100,7 +101,10 @@ class Telling:
             self._tell_compiled(self._compiling, step)
 
     def _tell_compiled(self, compiling: Compiling, step: int) -> None:
-        """Record compilations. Raises TaskError if the spec allows fewer recompilations."""
+        """Record the compilations up to `step`.
+
+        Raises TaskError if the spec allows fewer recompilations.
+        """
         found = compiling.take(step)
         for each in found.compilations:
             self.write(
@@ -122,7 +126,7 @@ class Telling:
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
 
     def log_checkpoint(self, saved: SaveResult, num_bytes: int) -> None:
-        """Record that a checkpoint is on disk."""
+        """Record that a checkpoint of `num_bytes` bytes is on disk."""
         self.write(
             events.Committed(
                 generation=self.generation,
@@ -140,11 +144,11 @@ class Telling:
         self.fault(self._guard.storage_fault(step, error.message, what))
 
     def room_made(self, deleted: str, step: int) -> None:
-        """Record that older checkpoints were deleted because the disk was full."""
+        """Record that the checkpoints named in `deleted` were deleted because the disk was full."""
         self.fault(self._guard.full_disk(step, deleted))
 
     def slow_save(self, step: int, words: str) -> None:
-        """Record that a save takes longer than the time between two saves."""
+        """Record that a save takes longer than the time until the next save is due."""
         self.fault(self._guard.slow_save(step, words))
 
     def fault(self, fault: GuardFault) -> None:
@@ -154,7 +158,7 @@ class Telling:
             self.console.warn(f"{fault.detail}; {fault.action}")
 
     def tell_damage(self, damage: RunDamage, step: int) -> None:
-        """Record and print the damage in the folder of a run that resumes after `step`."""
+        """Record and print the damage found in the folder of a run that resumes after `step`."""
         for line in damage.log:
             self.fault(self._guard.damaged_log(step, line))
         for trouble in damage.commits:
@@ -174,7 +178,7 @@ class Telling:
             self.console.warn(trouble)
 
     def subscribe(self, loader: Loader) -> Callable[[], None]:
-        """Subscribe to the loader's notices (failed worker, waiting steps, number of workers).
+        """Subscribe to the notices of the loader: failed workers, waiting steps, number of workers.
 
         Returns the function that ends the loader's workers.
         """
@@ -196,7 +200,7 @@ class Telling:
             )
 
     def end(self, step: int) -> None:
-        """Report if no weight has moved, and close TensorBoard."""
+        """Record a fault if training has changed no weight up to `step`, and close TensorBoard."""
         unmoved = self._movement.describe_none(step) if self._movement is not None else ""
         if unmoved:
             self.fault(
@@ -215,7 +219,7 @@ class Telling:
 
 
 def open_records(run: Run, home: Path, chosen: Chosen) -> tuple[Journal | NoJournal, TensorBoard]:
-    """Open the log and TensorBoard of a rank below `home`; neither, if the run has ended."""
+    """Open the log and TensorBoard of a rank in `home`; neither if the run has ended before."""
     is_wanted = run.group.is_first and chosen.done is None
     tensorboard = TensorBoard(
         home / "tensorboard",
@@ -226,7 +230,7 @@ def open_records(run: Run, home: Path, chosen: Chosen) -> tuple[Journal | NoJour
 
 
 def open_console(run: Run, *, quiet: bool) -> Console:
-    """Return the console of a run, on which rank 0 alone prints."""
+    """Return the console of a run; ranks other than 0 print nothing."""
     return Console(
         total_steps=run.assembly.course.total_steps,
         unit=run.task.unit,
@@ -238,7 +242,7 @@ def open_console(run: Run, *, quiet: bool) -> Console:
 def make_telling(
     run: Run, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard
 ) -> Telling:
-    """Return what an attempt at a run is recorded with."""
+    """Return the outputs of an attempt."""
     engine, compiling = run.assembly.engine, None
     if engine.compiled is not None:
         from surefoot.train.record.compiling import Compiling

@@ -1,4 +1,4 @@
-"""Report of a straggler: a record and a line when it is detected, a line when it has recovered."""
+"""Report of stragglers: a record and a line when one is detected, a line when it has recovered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from surefoot.train.step.pace import Paces
 
 @final
 class WaitRecorder:
-    """Step function that reports the stragglers detected in the previous step."""
+    """Step function that reports the stragglers that were detected in the previous step."""
 
     def __init__(self, step: Callable[[int], StepReport], paces: Paces, telling: Telling) -> None:
         self._step, self._paces, self._telling = step, paces, telling

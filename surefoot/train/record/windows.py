@@ -1,4 +1,4 @@
-"""Profiler windows for a spec, for a finished run, and for a run in another process."""
+"""Profiler windows in a new run, in a repetition of a finished run, and in a running process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Tell = Callable[[str], None]
 def record(
     attempt: Run, window: Window, levels: Sequence[str], tell: Tell, *, nvtx: bool = False
 ) -> Path:
-    """Run an attempt until its window is recorded; return the profile folder."""
+    """Run an attempt until the profiler window is recorded; return the profile folder."""
     with attempt:
         fitted = attempt.profiling.begin(window, levels, attempt.step, nvtx=nvtx)
         if fitted != window:
@@ -57,11 +57,22 @@ def record_again(
     nvtx: bool = False,
     use: str | None = None,
 ) -> Path:
-    """Repeat a run from its newest whole checkpoint for the length of the window.
+    """Repeat a run from its newest undamaged checkpoint for the length of the window.
 
-    The repetition changes only `profile/` in the run folder. `warn` reports damaged checkpoints,
-    `use` is the current name of the task (`file.py:Task`). Raises RunFolderError for a run without
-    a checkpoint, InputError for a run whose task was built in a script.
+    The repetition changes only `profile/` in the run folder.
+
+    Args:
+        run: the run folder.
+        window: the steps to record.
+        levels: additional data to record: any of "shapes", "stacks" and "memory".
+        tell: prints progress.
+        warn: prints warnings about damaged checkpoints.
+        nvtx: whether to emit NVTX ranges.
+        use: the current name of the task (`file.py:Task`); None for the name in the spec.
+
+    Raises:
+        RunFolderError: for a run without a checkpoint, or a folder that cannot be written.
+        InputError: for a run whose task was built in a script.
     """
     spec = spec_file.read_of_run(run, task=use).spec
     if spec.task.use is None:
@@ -102,18 +113,18 @@ def record_again(
 
 
 def _clear_killed(folder: Path) -> None:
-    """Remove the folders of killed repetitions; one that still runs holds its lock."""
+    """Remove the folders of killed repetitions; a repetition that still runs holds its lock."""
     for place in folder.glob(f"{REPEATED}*"):
         if (place / runlock.FILE).is_file() and not runlock.is_held(place):
             shutil.rmtree(place, ignore_errors=True)
 
 
 def _lengthen(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
-    """Return the spec, lengthened if fewer steps are left than the window needs.
+    """Return the spec with a longer run if fewer steps are left than the window needs.
 
-    The schedule is then constant: the learning rate does not change the time of a step.
+    The schedule is then constant, because the learning rate does not change the time of a step.
     """
-    # the store of [checkpoint] is the run's
+    # without [checkpoint], whose store belongs to the run
     own = ("checkpoint", "observe")
     tables = {name: table for name, table in spec.as_tables().items() if name not in own}
     tables["observe"] = {"tensorboard": False}
@@ -130,9 +141,9 @@ def _lengthen(run: Path, spec: RunSpec, step: int, window: Window) -> RunSpec:
 
 
 def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
-    """Request a window from the process that writes `run`, and wait for the profile.
+    """Request a profile from the process that trains `run`, and wait for it; return its folder.
 
-    Raises InputError if the request fails or another process waits for a window.
+    Raises InputError if the request fails or a different process is waiting for a profile.
     """
     folder = run / FOLDER
     asking = folder / ASKING
@@ -159,7 +170,7 @@ def ask(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> Path:
 
 
 def _wait_for(run: Path, window: Window, levels: Sequence[str], tell: Tell) -> dict[str, object]:
-    """Write the request and return the answer."""
+    """Write the request file and wait for the answer. Raises InputError if the run ends before."""
     name, folder = uuid.uuid4().hex, run / FOLDER
     request, answer = folder / REQUEST_FILE, folder / ANSWER_FILE
     asked = {"version": 1, "id": name, "active": window.active, "levels": list(levels)}

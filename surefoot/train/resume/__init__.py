@@ -1,1 +1,1 @@
-"""Saving the state of a run, and resuming from a checkpoint."""
+"""Saving of the state of a run, and resuming from a checkpoint."""

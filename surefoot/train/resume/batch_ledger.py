@@ -1,4 +1,4 @@
-"""Ledger for data that come as whole batches: sample ids of each batch, else its digest."""
+"""Ledger for data that come as whole batches: sample ids of each batch, or else its digest."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class BatchLedger:
     def __init__(self, folder: Path, source: Iterated, feed: Feed, generation: int) -> None:
         self._folder, self._feed = folder, feed
         self._file = LoopLedger(folder, source.promise, generation)
-        self._read: dict[tuple[int, int], BatchRead] = {}  # since the last step
+        self._read: dict[tuple[int, int], BatchRead] = {}  # batches read since the last step
         source.on_read = self._remember
 
     def _remember(self, row: BatchRead) -> None:
         self._read[row.epoch, row.number] = row
 
     def add(self, step: int, numbers: np.ndarray) -> None:
-        """Add the batches of a step, by their indices in the epoch."""
+        """Add the batches of a step, given by their indices in the epoch."""
         epoch = self._feed.window(step - 1).epoch
         for number in numbers.tolist():
             row = self._read.get((epoch, number))
@@ -46,8 +46,8 @@ class BatchLedger:
 
 
 def takes_batches(folder: Path) -> bool:
-    """Return whether the ledger of a run over an iterable is one of batches.
+    """Return whether the ledger of a run over an iterable records batches instead of samples.
 
-    A resumed run keeps its ledger format.
+    A resumed run keeps the format of its ledger.
     """
     return loop_ledger.is_loop_run(folder) or not (folder / FILE).exists()

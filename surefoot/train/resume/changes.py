@@ -1,8 +1,8 @@
 """Rules for changes of the spec between a run and its continuation, in one table.
 
-A change is possible in place, with a fork, or not at all; the docs show the table. Keys that count
-in the spec's id change what a run is, so their change needs a fork. Other keys (the data folder,
-the device, what is observed or saved) may change in place.
+A change is possible in place, with a fork, or not at all. Keys that are part of the spec id
+determine the results of a run, so that their change needs a fork. Other keys (data folder, device,
+logging, saving) may change in place. The documentation shows the table.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Verdict = Literal["in place", "fork", "refused"]
 
 @dataclass(frozen=True)
 class ChangeRule:
-    """Verdict on a change of the keys that match `pattern`, and the reason."""
+    """Verdict on a change of keys that match `pattern`, and the reason for it."""
 
     pattern: str
     verdict: Verdict
@@ -163,7 +163,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class Change:
-    """A key whose value has changed, with both values and the rule for it."""
+    """A key of the spec whose value has changed, with both values and the rule for it."""
 
     key: str
     was: Any
@@ -180,7 +180,7 @@ def rule_for(key: str) -> ChangeRule:
 
 
 def find(before: RunSpec, after: RunSpec) -> list[Change]:
-    """Return every key whose value differs, in the order of the spec."""
+    """Return every key whose value differs, and keys that only one spec gives explicitly."""
     ours, theirs = _values(before), _values(after)
     keys = list(dict.fromkeys((*ours, *theirs)))
     found = [
@@ -201,7 +201,7 @@ def find(before: RunSpec, after: RunSpec) -> list[Change]:
 
 
 def _find_given_keys(spec: RunSpec) -> set[str]:
-    """Return the given keys that override a part of the task, whatever their values."""
+    """Return the explicitly given keys that override a part of the task, whatever their values."""
     tables = spec.as_tables()
     return {
         f"{table}.{key}"
@@ -221,7 +221,7 @@ def _values(spec: RunSpec) -> dict[str, Any]:
 
 
 def _short_name(use: str | None) -> str | None:
-    """Return the task's name with the file name alone, as in the spec's id: the file may move."""
+    """Return the name of the task with the file name alone, as in the spec id: files may move."""
     if use is None:
         return None
     file, colon, name = use.partition(":")
@@ -229,10 +229,10 @@ def _short_name(use: str | None) -> str | None:
 
 
 def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -> RunFolderError:
-    """Return the error for a folder with a run of a different spec.
+    """Return the error for a run folder that holds a run of a different spec.
 
-    It names each key with both values, and the command for each way to continue. One of the two may
-    be a loop with `surefoot.attach`, which has no spec to compare.
+    The error names each key with both values, and the command for each way to continue. If either
+    run is a user's loop with `surefoot.attach`, no specs are compared, since a loop has no spec.
     """
     if started.spec_id == attached.SPEC_ID:
         return RunFolderError(
@@ -246,7 +246,7 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
         )
     found: list[Change] = []
     if now is not None:
-        # of a version that had other keys
+        # an older version may have had different keys
         with contextlib.suppress(ValidationError, SurefootError):
             found = [
                 each
@@ -264,7 +264,7 @@ def other_spec(run: Path, started: Started, spec_id: str, now: RunSpec | None) -
 
 
 def _commands_to_resume(run: Path, found: Sequence[Change]) -> list[str]:
-    """Return the commands to resume with the old values, use the new ones, or start at step 0."""
+    """Return the commands to resume with the old or the new values, or to start at step 0."""
     name = shlex.quote(str(run))
     newest = max(manifest.steps(run), default=0)
     is_longer = [change.key for change in found] == ["train.length"]
@@ -300,7 +300,7 @@ def _commands_to_resume(run: Path, found: Sequence[Change]) -> list[str]:
 
 
 def _as_option(change: Change) -> str | None:
-    """Return `--set KEY=VALUE`; None for a value that has no such form, as one that is left out."""
+    """Return the change as option `--set KEY=VALUE`; None if it cannot be written as one."""
     if (
         change.key == "task.use"
         or change.now in (None, "not stated")
@@ -314,10 +314,10 @@ def _as_option(change: Change) -> str | None:
 
 
 def check_in_place(changes: Sequence[Change], how: str) -> None:
-    """Raise SpecError if a change needs a fork; `how` is the command that makes the fork."""
+    """Raise SpecError if a change needs a fork; `how` is the hint with the command for the fork."""
     wrong = [change for change in changes if change.rule.verdict != "in place"]
     if wrong:
-        check_fork(changes)  # or the hint would name what is refused next
+        check_fork(changes)  # otherwise the hint would suggest a fork that is refused
         raise SpecError(
             f"{wrong[0]}: a run resumes with the values that it was "
             f"started with ({wrong[0].rule.why})",
@@ -326,7 +326,7 @@ def check_in_place(changes: Sequence[Change], how: str) -> None:
 
 
 def check_fork(changes: Sequence[Change]) -> None:
-    """Raise SpecError if a change is not compatible with the state that the fork takes over."""
+    """Raise SpecError if a change does not fit the state that a fork takes over."""
     wrong = [
         change
         for change in changes
@@ -344,7 +344,7 @@ def _switches_average(change: Change) -> bool:
 
 
 def starts_scores_anew(changes: Sequence[Change]) -> bool:
-    """Return whether an evaluation now measures another quantity than before."""
+    """Return whether an evaluation now measures a different quantity than before."""
     return any(
         change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.")
         for change in changes
@@ -352,5 +352,5 @@ def starts_scores_anew(changes: Sequence[Change]) -> bool:
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:
-    """Return whether the optimizer's groups take the new spec's settings, not the saved ones."""
+    """Return whether parameter groups use the settings of the new spec, not the saved ones."""
     return any(change.key.startswith(("optim.", "schedule.")) for change in changes)

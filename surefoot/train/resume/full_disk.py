@@ -1,4 +1,4 @@
-"""Saving to a full disk: delete the oldest checkpoints, and end a run that fails too long."""
+"""Saving to a full disk: delete the oldest checkpoints; end a run whose saves fail for too long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def list_steps(steps: list[int]) -> str:
 
 
 class RoomMaker:
-    """Writer that retries a checkpoint after deleting older ones if the disk was full."""
+    """Writer of checkpoints that deletes older ones and retries if the disk is full."""
 
     def __init__(
         self,
@@ -30,9 +30,10 @@ class RoomMaker:
         keep_best: int = 0,
         group: Group = ALONE,
     ) -> None:
-        """Keep the best `keep_best`, multiples of `every` and milestones of `every_s` seconds.
+        """Set which checkpoints are never deleted, and the ranks that write together.
 
-        With a `group` all its ranks write together.
+        These are the best `keep_best`, multiples of `every` steps, and the first after each
+        `every_s` seconds of training.
         """
         self._run, self._every, self._every_s, self._keep_best, self._group = (
             run,
@@ -44,7 +45,7 @@ class RoomMaker:
         self._deleted: list[int] = []
 
     def write(self, write: Callable[[], Manifest]) -> Manifest:
-        """Return what `write` returns; retry after deleting checkpoints.
+        """Return what `write` returns; if the disk is full, delete checkpoints and call it again.
 
         Raises the StorageError of `write` if the disk is not full or nothing can be deleted.
         """
@@ -75,17 +76,20 @@ class RoomMaker:
 
 
 class Patience:
-    """Time limit for a run whose saves all fail."""
+    """Time limit for a run in which all saves fail."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._limit_s = limit_s
-        # the step that was refused first since the last save, and when
+        # the first step whose save failed since the last successful one, and the time
         self._first: tuple[int, float] | None = None
         self._ending: StorageError | None = None
         self._mend = "repair the disk"
 
     def hint_restart(self, saved_step: int) -> str:
-        """Return what to do about the failed saves, after the checkpoint of `saved_step` or 0."""
+        """Return the hint of an error about failed saves.
+
+        `saved_step` is the step of the newest checkpoint, 0 without one.
+        """
         then = (
             "it resumes after the newest checkpoint"
             if saved_step
@@ -94,15 +98,15 @@ class Patience:
         return f"{self._mend}, and run the same command again: {then}"
 
     def on_saved(self) -> None:
-        """Reset the time after a successful save."""
+        """Record that a save has succeeded, which restarts the time limit."""
         self._first = None
 
     def is_over(self, error: StorageError) -> bool:
-        """Return whether `error` is the one that ends the run."""
+        """Return whether `error` is the error by which this object ended the run."""
         return error is self._ending
 
     def on_failed(self, error: StorageError, step: int, saved_step: int) -> None:
-        """Raise StorageError if saves have failed for longer than the limit, or `error` says so.
+        """Record a failed save. Raises StorageError if saves have failed for longer than the limit.
 
         `saved_step` is the step of the newest checkpoint, 0 without one.
         """

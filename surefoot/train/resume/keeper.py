@@ -1,4 +1,4 @@
-"""Checkpoints of a run: when to save, on which rank, the result of a save, and loading."""
+"""Checkpoints of a run: when to save, on which rank, reports on saves, and loading."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run into its folder, and loads them."""
+    """Manager of the checkpoints of one run: saves them into its folder, and loads them."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class CheckpointManager:
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
         self._state = LiveState(assembly)
         ranks = assembly.engine.stepper.ranks
-        self._all_save = ranks is not None and ranks.sharded is not None  # each rank its rows
+        self._all_save = ranks is not None and ranks.sharded is not None  # each its rows
         self._store = None if table.store is None else checkpoint.Store(table.store)
         self._store_troubles: list[StorageError] = []
         self._room = RoomMaker(
@@ -84,22 +84,23 @@ class CheckpointManager:
         self._last_s = time.monotonic()
         self.is_asked = self.has_saved = False
         self.saved_step = 0
-        self.lost_commits = ""  # what `resume` did not find, in words
+        self.lost_commits = ""  # text on checkpoints that `resume` did not find
         self._attribute_notes = AttributeNotes(group.size)
 
     # ---- when
 
     def is_due(self, step: int) -> bool:
-        """Return whether the spec or `ask` requires a save after this step.
+        """Return whether the spec or a call of `ask` requires a save after this step.
 
-        If all ranks take part in a save, whether one of them requires it.
+        If all ranks take part in saves, the result is true on all ranks if one rank requires a
+        save.
         """
         if not self._state.is_shared:
             if self._group.is_first:
                 return self._is_due(step)
-            # rank 0 saves, and receives the requests that this rank got
+            # rank 0 saves, and learns of the requests on this rank in `together.is_over`
             return self._rhythm is not None and self._rhythm(step)
-        # clocks differ, so that of rank 0 decides
+        # clocks differ between ranks, so the clock of rank 0 decides
         wants = self._is_due(step) and (
             self.is_asked or self._every_s is None or self._group.is_first
         )
@@ -117,13 +118,13 @@ class CheckpointManager:
         )
 
     def ask(self) -> None:
-        """Request a save after this step, whatever the spec says."""
+        """Request a save after the current step, whatever the spec says."""
         self.is_asked = True
 
     def disk_note(self) -> tuple[str, ...]:
-        """Return a warning if the checkpoints to be kept do not fit on the disk."""
+        """Return a warning if the checkpoints that retention keeps do not fit on the disk."""
         one = self._state.num_bytes()
-        count = self._table.keep + self._table.keep_best + 1  # the one that is being written, too
+        count = self._table.keep + self._table.keep_best + 1  # and the one being written
         free = shutil.disk_usage(self._folder).free
         if one * count <= free:
             return ()
@@ -137,7 +138,7 @@ class CheckpointManager:
 
     @property
     def _layout(self) -> dict[str, int]:
-        """Layout of the ranks that wrote a checkpoint, for its manifest."""
+        """Layout of the ranks that write a checkpoint, for its manifest."""
         if not self._all_save:
             return {"world_size": 1}
         table = self._assembly.spec.layout
@@ -152,10 +153,10 @@ class CheckpointManager:
 
     @contextlib.contextmanager
     def write_alike(self) -> Iterator[None]:
-        """Return a context for the writes before a save.
+        """Return a context for the writes that precede a save.
 
-        If all ranks take part in the save and the writes fail on one rank, all ranks raise
-        StorageError.
+        If all ranks take part in the save and one rank raises StorageError in the context, all
+        ranks raise one.
         """
         problem: StorageError | None = None
         try:
@@ -183,12 +184,21 @@ class CheckpointManager:
     ) -> None:
         """Save the state after `step`; `tell` is called with the result, now or later.
 
-        The `last` save is written before this returns. If ranks hold different parts of the state
-        (`LiveState.is_shared`), every rank must call this, else at least rank 0.
+        If ranks hold different parts of the state (`LiveState.is_shared`), every rank must call
+        this; otherwise at least rank 0. A step that has been saved is saved again only if something
+        has changed.
 
-        A step that was saved before is saved again if a tensor has changed since; if a user has
-        `asked` for the save, if anything has changed. With `copied` the state may change as soon as
-        this returns, also through writes that leave no trace (`Tensor.data`).
+        Args:
+            step: the step after which this is called.
+            more: values to store beside the state.
+            clock: times to store in a separate file.
+            score: the score of the step for the manifest, if it was evaluated.
+            tell: called with the result of the save.
+            last: whether this is the last save of the run; it is written before this returns.
+            asked: whether a user has requested the save; any change then counts, otherwise only
+                changes of tensors.
+            copied: whether the state may change as soon as this returns, even through writes that
+                torch does not record (`Tensor.data`).
         """
         with contextlib.nullcontext() if self._group.flight is None else self._group.flight.busy():
             self._save(step, more, clock, score, tell, last=last, asked=asked, copied=copied)
@@ -249,7 +259,10 @@ class CheckpointManager:
         return not self._group.most([float(not is_there)])[0] if self._all_save else is_there
 
     def _is_on_disk(self, content: Content, *, texts: bool) -> bool:
-        """Return whether this step's checkpoint holds all of `content`, except for the clock."""
+        """Return whether the checkpoint of this step holds all tensors of `content`.
+
+        With `texts`, all other files except the clock are compared too.
+        """
         try:
             held = {
                 entry.name: entry
@@ -289,7 +302,7 @@ class CheckpointManager:
             try:
                 self._store.push(self._folder, content.step)
                 self._store.retain(self._folder)
-            except StorageError as error:  # the commit itself stands
+            except StorageError as error:  # the checkpoint itself is saved
                 self._store_troubles.append(error)
         return made
 
@@ -304,7 +317,7 @@ class CheckpointManager:
         )
 
     def report(self, telling: Telling, step: int) -> None:
-        """Record side effects of a save: deleted checkpoints, slow saves, errors of the store."""
+        """Record effects of saves: deleted checkpoints, unsaved attributes, delays, errors."""
         if deleted := self._room.take_deleted():
             telling.room_made(list_steps(deleted), step)
         if self._group.is_first:
@@ -325,12 +338,12 @@ class CheckpointManager:
         self._patience.on_failed(error, step, self.saved_step)
 
     def before_update(self) -> None:
-        """Wait for the copy of weights and optimizer state; called before the optimizer step."""
+        """Wait until weights and optimizer state are copied; called before the optimizer step."""
         self._saver.before_update()
         self._assembly.engine.stepper.before_update = None
 
     def settle(self, tell: Callable[[SaveResult], None], *, wait: bool = False) -> None:
-        """Report the result of the save in flight, if it is known or `wait` is true."""
+        """Report the result of the background save if it is done; with `wait`, wait for it."""
         if wait:
             self.before_update()
         done = self._saver.finish(wait=wait)
@@ -346,7 +359,7 @@ class CheckpointManager:
         return saved
 
     def check_saved(self, step: int) -> None:
-        """Raise StorageError unless the final state, after `step`, is on disk.
+        """Raise StorageError unless the final state of the run, after `step`, is on disk.
 
         A failed save in the middle of a run costs only that checkpoint.
         """
@@ -357,7 +370,7 @@ class CheckpointManager:
             )
 
     def abandon(self) -> None:
-        """Let a save in flight finish without reporting it."""
+        """Let a save in the background finish without reporting its result."""
         self._saver.abandon()
 
     def digests(self, more: Mapping[str, Any]) -> dict[str, str]:
@@ -367,10 +380,10 @@ class CheckpointManager:
     # ---- loading
 
     def resume(self) -> tuple[dict[str, Any] | None, int, list[str]]:
-        """Load the newest whole checkpoint.
+        """Load the newest undamaged checkpoint.
 
-        Returns what was saved beside the objects (None without a checkpoint), its step, and damage
-        found.
+        Returns the values that were saved beside the state (None without a checkpoint), the step of
+        the checkpoint (0 without one), and the damage found.
         """
         found: dict[str, Any] = {}
         lost, forget = (
@@ -399,13 +412,13 @@ class CheckpointManager:
         if self._group.is_first:
 
             def tell_and_load(commit: Commit | None) -> None:
-                # all ranks load at once: they give each other rows
+                # all ranks load at the same time, since they exchange rows
                 step = None if commit is None else commit.manifest.step
                 self._group.from_first(json.dumps(step))
                 load(step)
 
             step, troubles = checkpoint.newest_loadable(self._folder, tell_and_load)
-            # what a kill between a commit and this left over: at the run's end no save follows
+            # deletes what a killed attempt left: at the end of a run no save follows that would
             self._retain()
             if step is None:
                 tell_and_load(None)
@@ -418,7 +431,7 @@ class CheckpointManager:
         return (None if step is None else found), step or 0, [*lost, *troubles]
 
     def _check_own(self, commit: Commit) -> None:
-        """Raise RunFolderError for a checkpoint of a different spec, copied into the folder."""
+        """Raise RunFolderError for a checkpoint of a different spec, copied into the run folder."""
         theirs, ours = commit.manifest.spec_id, self._assembly.spec.id
         if theirs != ours:
             raise RunFolderError(
@@ -427,7 +440,7 @@ class CheckpointManager:
             )
 
     def _fetch(self) -> list[str]:
-        """Copy the store's newest checkpoint if it is newer; return damage found in the store."""
+        """Copy the newest checkpoint of the store if it is newer; return damage in the store."""
         if self._store is None:
             return []
         _, troubles = self._store.pull_newest(self._folder, self._assembly.spec.id)
@@ -444,7 +457,7 @@ def _join_content(content: Content, moving: Mapping[str, Mapping[str, Any]]) -> 
 
 
 def _milestones(assembly: Assembly, text: str | None) -> tuple[int | None, float | None]:
-    """Return `checkpoint.keep_every` as (steps, None) or (None, seconds of training)."""
+    """Return `checkpoint.keep_every` as (steps, None), or as (None, seconds of training)."""
     if text is None:
         return None, None
     duration = assembly.course.duration(text)

@@ -1,4 +1,4 @@
-"""Code of a run: the task's file, imported modules of its project, git commit, versions."""
+"""Code of a run: the file of the task, imported modules of its project, git commit, versions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _FOREIGN = (
 class Program:
     """Code that a run trains with.
 
-    `digest` is the SHA-256 of the task's `file`, or of the class's name if there is no file.
+    `digest` is the SHA-256 of `file`, which holds the task, or of the class name if there is no
+    file.
     """
 
     digest: str
@@ -44,7 +45,7 @@ class Program:
 
     @classmethod
     def of(cls, use: str | None, task: object) -> Program:
-        """Return the program of `task`; `use` is its import name, looked up if None."""
+        """Return the program of `task`; `use` is its import name, or None to look the name up."""
         known = use or find_use(task)
         path = signature.find_source(known) if known else None
         if path is not None and path.is_file():
@@ -54,9 +55,10 @@ class Program:
 
     @property
     def project(self) -> Path:
-        """Folder of the task's project: the nearest one above its file with a git or build file.
+        """Folder of the task's project: the nearest one above its file with .git or a build file.
 
-        Without such a folder it is the folder of the file.
+        Without such a folder, it is the folder of the file, or the folder that contains its
+        package. For a built-in task or without a file, it is the working folder.
         """
         if self.file is None or str(self.file).startswith(_SUREFOOT):
             return Path.cwd()
@@ -79,7 +81,7 @@ class Program:
         }
 
     def changes(self, before: Started) -> list[str]:
-        """Return the files that have changed since the attempt `before`.
+        """Return the files that have changed since the attempt whose record is `before`.
 
         Only files that the attempt recorded and that are imported now are compared.
         """
@@ -117,7 +119,7 @@ class Program:
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
-    """Yield (name, file) of each imported module except installed, standard and surefoot ones."""
+    """Yield (name, file) of each imported module, except installed, standard and surefoot ones."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if isinstance(file, str) and name not in SCRIPTS and (path := _user_file(file)) is not None:
@@ -126,7 +128,7 @@ def _sources() -> Iterator[tuple[str, Path]]:
 
 @functools.cache
 def _user_file(file: str) -> Path | None:
-    """Return the real path of a module's file; None for an installed, standard or surefoot one."""
+    """Return the real path of a module's file; None for installed, standard or surefoot ones."""
     if file.startswith(_FOREIGN) or not INSTALLED.isdisjoint(file.split(os.sep)):
         return None  # before the path is resolved, which reads each folder on the way
     path = os.path.realpath(file)
@@ -143,7 +145,7 @@ def _digest(path: Path) -> str | None:
 
 
 def tell_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return a note for each package, and for Python, whose version has changed."""
+    """Return a note for Python and for each package whose version has changed."""
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     return [
         f"{name} is version {now[name]}, was {before[name]}: results may differ in the last bits"
@@ -152,7 +154,7 @@ def tell_versions(before: Mapping[str, str], now: Mapping[str, str]) -> list[str
 
 
 def find_commit(folder: Path, *, asks_git: bool = True) -> tuple[str | None, bool | None]:
-    """Return the git commit of `folder`, and whether a tracked file differs; None if unknown."""
+    """Return the git commit of `folder`, and if a tracked file is modified; None if unknown."""
     if asks_git and (found := _ask_git(folder)) is not None:
         return found
     return _read_commit(folder), None
@@ -193,7 +195,7 @@ def _ask_git(folder: Path) -> tuple[str, bool] | None:
 
 
 def _read_commit(folder: Path) -> str | None:
-    """Return the commit from the files in .git, without git and on ranks other than 0."""
+    """Return the commit from the files in .git, without calling git."""
     for each in (folder, *folder.parents):
         with contextlib.suppress(OSError, UnicodeDecodeError):
             if not (each / ".git" / "HEAD").is_file():

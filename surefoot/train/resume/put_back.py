@@ -1,4 +1,4 @@
-"""Parts of a checkpoint's state put back into the objects of a run."""
+"""Functions that restore parts of a checkpoint's state into the objects of a run."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from surefoot.train.resume.state_files import LIVE
 
 
 def fit_model(group: Group, assembly: Assembly, commit: Commit, skeleton: Any) -> None:
-    """Give the buffers of the model the form that they have in the checkpoint.
+    """Give the buffers of the model the shapes and dtypes that they have in the checkpoint.
 
-    Raises RunFolderError if the step, the per-rank state or the updates are not the run's.
+    Raises RunFolderError if the step, the per-rank state or the updates do not fit the run.
     """
     step = skeleton.get("step", commit.manifest.step) if isinstance(skeleton, dict) else None
     if step != commit.manifest.step:
@@ -51,13 +51,13 @@ def put_back_training(
     assembly.schedule.restore(tree["plateau"])
     _take_microbatch(assembly, tree.get("microbatch"))
     scaler = assembly.engine.policy.scaler
-    # a fork, or a commit before there were any, has none
+    # a fork, or a checkpoint of an older version, has none
     if scaler is not None and tree.get("scaler") is not None:
         scaler.load_state_dict(tree["scaler"])
 
 
 def _take_microbatch(assembly: Assembly, saved: int | None) -> None:
-    """Use the saved microbatch if it is smaller: a step that ran out of memory halved it."""
+    """Use the saved microbatch size if it is smaller: a step that ran out of memory halved it."""
     feed = assembly.feed
     if saved is not None and saved < feed.microbatch:
         assembly.told.append(

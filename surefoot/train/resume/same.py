@@ -1,6 +1,6 @@
-"""Check that all ranks resume from the same checkpoint and hold the same state afterwards.
+"""Checks that all ranks resume from the same checkpoint and hold the same state afterwards.
 
-A rank that differs is named with its host before step 1.
+If a rank differs, the error names the rank and its host before the first new step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ HINT = (
 
 
 def open_same(group: Group, run: Path, step: int) -> Commit:
-    """Return the checkpoint of `step` in this rank's `run`; rank 0 has verified its own.
+    """Return the checkpoint of `step` in this rank's folder `run`; rank 0 has verified its own.
 
-    Every rank must call this. Raises RunFolderError, on all ranks, if one rank has no such
-    checkpoint, a different one, or a newer one than rank 0.
+    Every rank must call this. Raises RunFolderError on all ranks if a rank does not have this
+    checkpoint, has a different one of this step, or has a newer one than rank 0.
     """
     if group.is_alone:
         return Commit(run, step)
@@ -48,7 +48,7 @@ def open_same(group: Group, run: Path, step: int) -> Commit:
 
 
 def check_none(group: Group, run: Path) -> None:
-    """Raise RunFolderError, on all ranks, if rank 0 has no checkpoint and another rank has.
+    """Raise RunFolderError on all ranks if rank 0 has no checkpoint but a different rank has one.
 
     Every rank must call this.
     """
@@ -82,9 +82,10 @@ def _compare(group: Group, run: Path, what: str, seen: str) -> None:
 def load_together(group: Group, state: LiveState, step: int, load: Callable[[], None]) -> None:
     """Load the checkpoint of `step`, then compare the loaded state between ranks.
 
-    Every rank must call this. Raises the error of a rank's loading, LostRank on the other ranks;
-    NumbersError if a rank differs from its replicas. Ranks that hold parts exchange rows while they
-    load, so that a failed rank is noticed by the others.
+    Every rank must call this. If loading fails on a rank, that rank raises its error, and the
+    others raise LostRank. Ranks that hold parts of the state exchange rows while they load, and
+    notice a failed rank then. Raises NumbersError if the state of a rank differs from that of its
+    replicas.
     """
     if state.is_shared:
         load()
@@ -94,7 +95,7 @@ def load_together(group: Group, state: LiveState, step: int, load: Callable[[], 
 
 
 def check_alike(group: Group, state: LiveState, step: int) -> None:
-    """Raise NumbersError, on all ranks, if a rank holds a different state after loading `step`.
+    """Raise NumbersError on all ranks if a rank has a different state after loading `step`.
 
     The error names the rank, its host and the tensor.
     """
@@ -108,7 +109,7 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
             if rank not in found
         }
     rows = [json.loads(text) for text in group.exchange(json.dumps([place.here().host, found]))]
-    for _, told in rows:  # all of them end, also those whose own copies agree
+    for _, told in rows:  # all ranks raise, even those whose own replicas agree
         for rank, what in told.items():
             raise NumbersError(
                 f"after loading step {step:,} rank {rank} of {group.size} on {rows[int(rank)][0]} "
@@ -121,7 +122,7 @@ def check_alike(group: Group, state: LiveState, step: int) -> None:
 
 
 def _find(group: Group, among: Group, words: str, tensors: Mapping[str, Tensor]) -> dict[int, str]:
-    """Return the ranks that differ from their replicas, with the name of what differs."""
+    """Return the ranks that differ from the others of `among`, with the name of what differs."""
 
     from surefoot.components.parallel.alike import find_apart
 

@@ -1,6 +1,6 @@
-"""Detection of saves that take longer than the time between them; reported once.
+"""Detection of saves that take longer than the time between them, so that training waits.
 
-Training then waits for the disk.
+They are reported once.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from surefoot.core.units import format_seconds
 
-WORTH_TELLING_S = 2.0  # that the saves of a run were late by, in all
+WORTH_TELLING_S = 2.0  # sum of the delays of all saves
 
 
 class SlowSave(NamedTuple):
-    """A save after `step` that took longer than the time to the next one."""
+    """A save after `step` that took longer than the time until the next save was due."""
 
     step: int
     took_s: float
@@ -31,12 +31,12 @@ class SlowSave(NamedTuple):
 
 
 class SaveRhythm:
-    """Comparison of each regular save's time with the training time before the next save."""
+    """Comparison of the time of each regular save with the training time until the next save."""
 
     def __init__(self, every_s: float | None) -> None:
-        """Set the save interval `every_s` in seconds, None if it is given in steps.
+        """Set the save interval in seconds; None if the spec gives it in steps.
 
-        With a time, a save is not due before the previous one is done.
+        With an interval in seconds, a save is not due before the previous one is done.
         """
         self._every_s = every_s
         self._since_s: float | None = None
@@ -45,18 +45,19 @@ class SaveRhythm:
         self._is_told = False
 
     def measure(self, *, is_regular: bool) -> float | None:
-        """Return the seconds since the previous save, if both are regular.
+        """Return the seconds of training since the previous save, if both saves are regular.
 
-        A save that a user asked for, that of the best score and the last one are not regular.
+        A save is not regular if a user has requested it, if it is for the best score, or at the end
+        of the run. The result is None if a save is not regular.
         """
         return None if self._since_s is None or not is_regular else time.monotonic() - self._since_s
 
     def start_training_time(self, *, is_regular: bool) -> None:
-        """Start the time of training, when the save is done or is written in the background."""
+        """Start to measure training time, when a save is done or continues in the background."""
         self._since_s = time.monotonic() if is_regular else None
 
     def compare(self, step: int, took_s: float, period_s: float | None) -> None:
-        """Add the save after `step` if it took longer than `period_s` or the spec's interval."""
+        """Compare a save of `took_s` seconds with `period_s` and the interval; add the delay."""
         limits = [each for each in (period_s, self._every_s) if each is not None]
         if not limits or took_s <= min(limits):
             return
@@ -65,7 +66,7 @@ class SaveRhythm:
             self._found = SlowSave(step, took_s, min(limits))
 
     def take(self) -> SlowSave | None:
-        """Return a slow save, once, if all of them together cost more than two seconds."""
+        """Return a slow save if all delays together were longer than 2 s; None in later calls."""
         if self._found is None or self._is_told:
             return None
         self._is_told = True

@@ -1,4 +1,4 @@
-"""Start of a run from another run's checkpoint: a fork with all state, or the weights alone."""
+"""Start of a run from a checkpoint of a different run: a fork with all state, or weights only."""
 
 from __future__ import annotations
 
@@ -38,13 +38,16 @@ MAX_SHOWN = 8
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoint from which a new run starts, with all of its state.
+    """Checkpoint from which a new run starts.
+
+    The new run takes over all of its state unless `weights_only` is true.
 
     Args:
         run: Run folder of the checkpoint.
         step: Step of the checkpoint.
-        weights_only: Start at step 0 with those weights that fit.
-        partial: False requires all weights to fit the model by name and shape.
+        weights_only: Start at step 0 with only the weights.
+        partial: With `weights_only`, load the weights that fit by name and shape. False requires
+            that all weights fit.
     """
 
     run: Path
@@ -55,7 +58,10 @@ class Start:
 
 @dataclass(frozen=True)
 class RunStart:
-    """Start of the new run: `step`, the counters `saved`; `parent` goes into its manifests."""
+    """State from which a new run starts: its first `step`, and the counters `saved`.
+
+    `parent` describes the checkpoint, for the manifests of the new run.
+    """
 
     step: int
     parent: Mapping[str, Any]
@@ -64,10 +70,10 @@ class RunStart:
 
 
 def begin(start: Start, assembly: Assembly) -> RunStart:
-    """Load the checkpoint into the new run's objects.
+    """Load the checkpoint `start` into the objects of the new run.
 
-    Raises RunFolderError if the checkpoint is damaged or does not fit, SpecError if the spec does
-    not.
+    Raises RunFolderError if the checkpoint is damaged or does not fit the model, and SpecError if
+    the spec does not fit the checkpoint.
     """
     from surefoot.train.resume import changes
 
@@ -141,7 +147,7 @@ def spec_of(run: Path) -> RunSpec:
 
 
 def _remove_replaced_state(tree: dict[str, Any], found: Sequence[Change]) -> None:
-    """Remove the state that the changed keys of the spec replace from `tree`."""
+    """Remove the state from `tree` that the changed keys of the spec replace."""
     from surefoot.train.resume import changes
 
     if changes.changes_settings(found):
@@ -168,7 +174,7 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
 
 
 def _note_other_changes(run: Path, assembly: Assembly) -> list[str]:
-    """Return notes on changes outside the spec: training data, the task's code, versions."""
+    """Return notes on changes outside of the spec: training data, code of the task, versions."""
     starts = (
         [event for event in events.read(run, Started) if isinstance(event, Started)]
         if (run / events.FILE).is_file()
@@ -187,9 +193,9 @@ def _note_other_changes(run: Path, assembly: Assembly) -> list[str]:
 
 
 def newest_sound(run: Path) -> tuple[int, list[str]]:
-    """Return the step of the newest undamaged checkpoint, and errors in newer ones.
+    """Return the step of the newest undamaged checkpoint, and the errors found in newer ones.
 
-    Nothing is moved or deleted. Raises RunFolderError if there is none.
+    Nothing is moved or deleted. Raises RunFolderError if there is no undamaged checkpoint.
     """
     if not manifest.named_steps(run):
         raise RunFolderError(
@@ -214,10 +220,10 @@ def newest_sound(run: Path) -> tuple[int, list[str]]:
 
 
 def check_as_stated(chosen: Chosen, spec: RunSpec, task: ResolvedTask) -> None:
-    """Raise SpecError if the spec now overrides different parts of the task than at the start.
+    """Raise SpecError if the spec overrides different parts of the task than at the run's start.
 
-    A key that is given explicitly with its default value overrides the task's part too, but it
-    does not change the id of the spec.
+    A key that is given with its default value overrides the task's part too, although it does not
+    change the id of the spec.
     """
     if not chosen.stated:
         return
@@ -236,7 +242,7 @@ def check_as_stated(chosen: Chosen, spec: RunSpec, task: ResolvedTask) -> None:
 
 
 def _overridden_parts(tables: Mapping[str, Any], task: ResolvedTask) -> dict[str, bool]:
-    """Return which parts of the task the spec overrides by giving the key, whatever the value."""
+    """Return which parts of the task the spec overrides by giving a key, whatever its value."""
     table = tables.get("optim", {})
     is_named = task.optimizer is not None and table.get("name", "task") != "task"
     has_rate = task.optimizer is not None and not is_named and "lr" in table
@@ -248,7 +254,10 @@ def _overridden_parts(tables: Mapping[str, Any], task: ResolvedTask) -> dict[str
 
 
 def check_same_data(chosen: Chosen, digest: str) -> None:
-    """Raise RunFolderError if the resumed run started with different data."""
+    """Raise RunFolderError if the resumed run was started with different data.
+
+    `digest` is that of the training data now.
+    """
     if chosen.data_digest is not None and chosen.data_digest != digest:
         raise RunFolderError(
             f"the training data differ from those that {chosen.folder} was started with",
@@ -260,10 +269,10 @@ def check_same_data(chosen: Chosen, digest: str) -> None:
 
 
 def check_can_restart(chosen: Chosen) -> None:
-    """Raise RunFolderError if a run without a whole checkpoint cannot restart at step 0.
+    """Raise RunFolderError if a run without an undamaged checkpoint cannot restart at step 0.
 
-    This is so if the run is finished or started from another run's checkpoint. A run that was
-    stopped before its first step ended with the initial state, which is built again.
+    A run cannot restart if it is finished, or if it started from a checkpoint of a different run. A
+    run that was stopped before its first step can, since it ended with the initial state.
     """
     if chosen.done_after == 0:
         return
@@ -290,7 +299,7 @@ def check_can_restart(chosen: Chosen) -> None:
 
 
 def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
-    """Load the weights that fit by name and shape; return text on what was loaded and what not.
+    """Load the weights that fit by name and shape; return text on which were loaded.
 
     Raises RunFolderError if no weight fits, or, unless `partial`, if one does not fit.
     """
@@ -302,7 +311,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
         name: master_of(each)
         for name, each in checkpoint.module_state(assembly.model, stored).tensors.items()
     }
-    # a rank may hold some rows of each
+    # with sharding, a rank holds only some rows of each
     shapes = {name: checkpoint.whole_shape(each) for name, each in own.items()}
     fits = {name for name, piece in stored.items() if shapes.get(name) == piece.shape}
     reshaped = [
@@ -340,7 +349,7 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
     def give(name: str, piece: Piece) -> Tensor:
         if name not in fits:
             return checkpoint.create(name, piece)
-        # what it is a part of stands at the parameter
+        # the parameter itself knows which rows it holds
         return own[name] if part_of(own[name]) else own[name].detach()
 
     commit.read(checkpoint.MODEL, give)
@@ -352,9 +361,10 @@ def _load_weights(commit: Commit, assembly: Assembly, *, partial: bool) -> str:
 def _find_prefix(
     stored: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
 ) -> str:
-    """Return the prefix without which the most stored weights fit the model by name and shape.
+    """Return the prefix whose removal lets the most stored weights fit the model.
 
-    "" if no prefix makes more of them fit, or if two weights would have the same name.
+    Weights fit by name and shape. The result is "" if no removal lets more of them fit, or if two
+    weights would have the same name.
 
     >>> _find_prefix({"module.a": (2,), "module.b": (3,)}, {"a": (2,), "b": (3,)})
     'module.'
@@ -376,7 +386,7 @@ def _find_prefix(
 
 @torch.no_grad()
 def _reset_average(assembly: Assembly) -> None:
-    """Reset the average of the weights to the loaded weights."""
+    """Set the average of the weights to the loaded weights."""
     average = assembly.engine.average
     if average is not None:
         average.begin_again()

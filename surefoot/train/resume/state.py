@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from surefoot.components.parallel.shard import Sharded
     from surefoot.train.step.ranks import Ranks
 
-ROOT = "state"  # the tree's names begin so
+ROOT = "state"  # prefix of the names in the tree
 OPTIMIZER_ROOT = f"{ROOT}/optimizer/"
 COMPONENTS = {
     "optimizer": "optimizer",
@@ -55,12 +55,12 @@ COMPONENTS = {
     "scaler": "scaler",
     "attributes": "buffers",
 }
-# buffers that are finite wherever a model is sound; a mask may well be infinite
+# buffers that must be finite; other buffers, such as masks, may be infinite
 STATISTICS = ("running_mean", "running_var")
 
 
 class LiveState:
-    """State of a run's objects: `take` returns its parts, `restore` loads a checkpoint."""
+    """State of a run: `take` returns the contents of a checkpoint, `restore` loads one."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly, self._model = assembly, assembly.model
@@ -75,13 +75,13 @@ class LiveState:
         self._sharded = None if ranks is None else ranks.sharded
         held = {} if self._sharded is None else dict(named)
         self._held = {name: master_of(parameter) for name, parameter in held.items()}
-        self.attributes: tuple[str, ...] = ()  # of modules, that the last checkpoint held
-        self.unsaved_attributes: tuple[str, ...] = ()  # that change and that no checkpoint can hold
+        self.attributes: tuple[str, ...] = ()  # of modules in the last checkpoint
+        self.unsaved_attributes: tuple[str, ...] = ()  # changed, but not storable
 
     def num_bytes(self) -> int:
         """Return the approximate size of a checkpoint: weights, buffers, average, optimizer state.
 
-        The state of the optimizers is counted where they have made it already, else estimated.
+        The state that an optimizer has not created yet is estimated.
         """
         named = checkpoint.module_state(self._model).tensors
         held = {id(tensor): tensor for tensor in named.values()}
@@ -125,7 +125,7 @@ class LiveState:
         return ALONE if self._ranks is None else self._ranks.group
 
     def gather(self) -> rank_state.PerRankState:
-        """Return the state that only single ranks hold, by file, on rank 0; nothing on the others.
+        """Return the state that differs between ranks, by file, on rank 0; nothing on other ranks.
 
         Every rank must call this. Raises NumbersError if ranks differ in an entry that the task
         declares replicated.
@@ -196,7 +196,7 @@ class LiveState:
     def _part_of_rank(
         self, content: Content, moving: Files, sharded: Sharded
     ) -> tuple[Content, Files]:
-        """Return the part that this rank writes: its rows; rank 0 the rest; a replica nothing."""
+        """Return what this rank writes: its rows; rank 0 adds the rest; replicas write nothing."""
         is_first = sharded.group.is_first and sharded.replicas.is_first
         mine: Files = {}
         parts: dict[str, tuple[int, tuple[int, ...]]] = {}
@@ -220,9 +220,9 @@ class LiveState:
         )
 
     def _part_of(self, name: str, tensor: Tensor) -> Part | None:
-        """Return the rows that a tensor of the state holds of the whole; None for a whole tensor.
+        """Return which rows of the whole tensor are in `tensor`; None if it is whole.
 
-        Optimizer state has tensors of the parameter's shape.
+        A tensor of optimizer state has the rows of its parameter if the shapes are equal.
         """
         if not name.startswith(OPTIMIZER_ROOT):
             return part_of(tensor)
@@ -234,8 +234,8 @@ class LiveState:
         )
 
     def _local_rows_of(self, name: str) -> Tensor | None:
-        """Return the local rows of an optimizer state tensor's parameter; None if not sharded."""
-        # a parameter's own name may have a "/"
+        """Return this rank's rows of the parameter of state `name`; None if it is not sharded."""
+        # the name of a parameter may contain "/"
         return self._held.get(name.partition("/state/")[2].rpartition("/")[0])
 
     def check(self) -> None:
@@ -247,7 +247,7 @@ class LiveState:
     def _split(
         self, more: Mapping[str, Any], without: Collection[str] = ()
     ) -> tuple[Any, dict[str, Tensor]]:
-        """Return the tree and its tensors, without the `without` entries of `state()`."""
+        """Return the state as JSON tree and tensors, without the entries `without` of `state()`."""
         tree = self._tree()
         task = {name: value for name, value in tree["task"].items() if name not in without}
         skeleton, tensors = checkpoint.split({**tree, "task": task, **more}, ROOT)
@@ -256,7 +256,7 @@ class LiveState:
         return skeleton, tensors
 
     def _weights(self) -> tuple[Files, Files]:
-        """Return the model's tensors by file: buffers copied, parameters live, frozen apart."""
+        """Return the model's tensors by file: buffers as copies, parameters themselves."""
         copied: Files = {}
         moving: Files = {}
         averages = self._averages()
@@ -296,7 +296,7 @@ class LiveState:
             "optimizer": self._optimizers(),
             "average": None if average is None else average.num_updates,
             "plateau": self._assembly.schedule.state(),
-            # with several ranks it is cut for each rank
+            # with several ranks it differs between ranks
             "microbatch": feed.microbatch if feed.share.size == 1 else None,
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             "extra": {
@@ -348,7 +348,7 @@ class LiveState:
         }
 
     def replicated_state(self, group: Group) -> list[tuple[Group, str, dict[str, Tensor]]]:
-        """Return the state that ranks hold alike: the group, a digest of non-tensors, the tensors.
+        """Return the state that is equal on ranks, as (group, digest of non-tensors, tensors).
 
         All ranks of `group` hold the buffers, and unsharded weights; replicas also hold the master
         weights, the optimizer state and the average.
@@ -380,10 +380,10 @@ class LiveState:
         *,
         keep_buffers: bool = False,
     ) -> dict[str, Any]:
-        """Load a checkpoint into the objects; return what was saved beside them.
+        """Load a checkpoint into the objects; return the tree of values that was saved.
 
         Raises RunFolderError, before anything changes, for a checkpoint that does not fit. `adapt`
-        may change the tree of the small state: a fork takes some of it from its spec. With
+        may change the tree before it is used: a fork takes some values from its spec. With
         `keep_buffers` the model keeps its non-persistent buffers whose shape differs, for a changed
         task.
         """
@@ -408,7 +408,7 @@ class LiveState:
             checkpoint.read_weights(commit, live, LIVE)
         publish(self._model.parameters())
         _, held = checkpoint.split({"optimizer": self._optimizers()}, ROOT)
-        has_moments = bool(commit.names(OPTIMIZER))  # what holds no tensors is not written
+        has_moments = bool(commit.names(OPTIMIZER))  # no file without tensors
         moments = (
             commit.read(OPTIMIZER, lambda name, piece: self._target(name, held.get(name), piece))
             if has_moments
@@ -437,7 +437,7 @@ class LiveState:
         return tree
 
     def keep_current(self, parts: Collection[str]) -> Callable[[dict[str, Any]], None]:
-        """Return a function that keeps the current values of these parts when a checkpoint is read.
+        """Return a function for `restore` that keeps the current values of `parts`.
 
         Used by `fault.forget` to show what each part is needed for.
         """

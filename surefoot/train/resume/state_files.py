@@ -1,4 +1,4 @@
-"""The files of a checkpoint that hold a run's state, and those that other libraries read."""
+"""Names of the files of a checkpoint that hold the state, and files for other libraries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ Files = dict[str, dict[str, Tensor]]
 
 
 def name_weight_files(model: nn.Module) -> tuple[str, str]:
-    """Return the file names for trained and frozen weights, in Hugging Face's scheme."""
+    """Return the file names of trained and frozen weights, in Hugging Face's scheme.
+
+    The second name is "" if no weight is frozen.
+    """
     if all(parameter.requires_grad for parameter in model.parameters()):
         return "model.safetensors", ""
     return "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
 def index_weights(weights: Files, moving: Files) -> dict[str, bytes]:
-    """Return the index of a model whose weights are split into files; nothing for one file."""
+    """Return the index file of a model whose weights are in several files; empty for one file.
+
+    `weights` and `moving` are the tensors of the checkpoint by file name.
+    """
     parts = {
         file: {**weights.get(file, {}), **moving.get(file, {})}
         for file in {*weights, *moving}
@@ -35,7 +41,7 @@ def index_weights(weights: Files, moving: Files) -> dict[str, bytes]:
 
 
 def write_config(model: nn.Module) -> dict[str, bytes]:
-    """Return the config of a Hugging Face model as a file; nothing for other models."""
+    """Return the config file of a Hugging Face model; empty for other models."""
     config = getattr(model, "config", None)
     if callable(getattr(config, "to_json_string", None)) and callable(
         getattr(model, "save_pretrained", None)

@@ -1,4 +1,4 @@
-"""Start of a run on several ranks: one folder, written by rank 0, and equal settings on all."""
+"""Start of a run on several ranks: one folder, which rank 0 writes, and equal settings on all."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ UNWATCHED = (
 
 @contextlib.contextmanager
 def join_ranks(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]:
-    """Return a context with the ranks of this run; messages on the transport go to `notes`.
+    """Return a context in which this process is connected to the other ranks of the run.
 
-    Raises InputError for a layout that does not fit the ranks, for features that do not work on
-    several ranks, and for a rank that does not join.
+    Messages on the transport are added to `notes`. Raises InputError for a layout that does not fit
+    the ranks, for features that do not work on several ranks, and for a rank that does not join.
     """
     place.check_launcher()
     here = place.here()
@@ -90,7 +90,7 @@ def join_ranks(spec: RunSpec, notes: list[str] | None = None) -> Iterator[Group]
 
 
 def make_mesh(group: Group, spec: RunSpec) -> Mesh:
-    """Return the mesh of the ranks as `[layout]` says."""
+    """Return the mesh of the ranks as the [layout] table configures it."""
     table = spec.layout
     return lay_out(
         group,
@@ -143,7 +143,10 @@ def check_shared(spec: RunSpec) -> None:
 
 
 def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
-    """Raise SpecError for features whose results depend on the number of ranks."""
+    """Raise SpecError for features that prevent equal results on every number of ranks.
+
+    `size` is the number of virtual ranks.
+    """
     check_virtual(size, world_size)
     refused = {
         "train.threads": (
@@ -181,7 +184,7 @@ def _check_exact(spec: RunSpec, size: int, world_size: int) -> None:
 
 
 def _is_time(spec: RunSpec, text: str) -> bool:
-    """Return whether `text` is a duration in time; a share of a run of a given time is one."""
+    """Return whether the duration `text` is a time, or a share of a run whose length is a time."""
     unit = None if text == "never" else Duration.parse(text).unit
     return unit == "s" or (unit == "%" and Duration.parse(spec.train.length).unit == "s")
 
@@ -189,7 +192,8 @@ def _is_time(spec: RunSpec, text: str) -> bool:
 def check_alike(group: Group, assembly: Assembly, program: Program, run: object = None) -> None:
     """Check that all ranks agree on everything that decides results; broadcast rank 0's weights.
 
-    Raises SpecError, with field and rank, if a rank differs or has another run folder `run`.
+    Raises SpecError, with the field and the rank, if a rank differs. `run` is the run folder that a
+    rank was given, if any.
     """
     rank_state.check_words(assembly.task, assembly.spec)
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
@@ -223,7 +227,7 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     common = set[str].intersection(
         *(set(json.loads(names)) for names in group.exchange(json.dumps(list(modules))))
     )
-    # rank 0 may import more, as what draws curves
+    # rank 0 may import more modules, for example to draw curves
     facts |= {f"code of module {name}": modules[name][:16] for name in sorted(common)}
     apart = group.check_equal(facts)
     if apart:
@@ -249,9 +253,9 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
 def acquire_run_folder(
     group: Group, choice: Callable[[], Chosen], spec: RunSpec | None
 ) -> Iterator[tuple[Chosen, RunLock]]:
-    """Return a context in which rank 0 holds the run folder.
+    """Return a context in which rank 0 holds the lock of the run folder.
 
-    The other ranks get its path and write only to the folder that `home_of` returns.
+    The other ranks get its path, and write only to the folder that `home_of` returns.
     """
     if group.is_first:
         with folder.acquire_run_folder(choice, spec) as (chosen, lock):
@@ -273,16 +277,16 @@ def acquire_run_folder(
 
 
 def clear_drafts(group: Group, run: Path) -> None:
-    """Remove unfinished saves, on rank 0, before any rank saves."""
+    """Remove unfinished checkpoints; rank 0 does so before any rank saves."""
     if group.is_first:
         checkpoint.clear_drafts(run)
 
 
 def home_of(group: Group, run: Path) -> Path:
-    """Return the folder for this rank's events: the run folder, or for ranks > 0 one in it.
+    """Return the folder for this rank's events: the run folder on rank 0, else a folder inside it.
 
-    The folder of a rank > 0 is made after rank 0 has opened the run, so that a folder without a run
-    stays usable for a new one.
+    The other ranks create their folders after rank 0 has opened the run, so that a folder without a
+    run can still be used for a new one.
     """
     if group.is_first:
         return run
@@ -295,7 +299,10 @@ def home_of(group: Group, run: Path) -> Path:
 
 
 def release_other_ranks(group: Group, assembly: Assembly) -> Callable[[], None]:
-    """Signal that rank 0 has written its first record; return what removes the gradient hooks."""
+    """Let the other ranks continue, on rank 0; return a function that removes gradient hooks.
+
+    Rank 0 calls this after it has written its first record.
+    """
     if group.is_first:
         group.from_first("begun")
     ranks = assembly.engine.stepper.ranks
@@ -303,7 +310,7 @@ def release_other_ranks(group: Group, assembly: Assembly) -> Callable[[], None]:
 
 
 class NoLedger:
-    """Ledger of ranks other than 0, which write nothing: rank 0 records the samples of all."""
+    """Ledger of ranks other than 0, which writes nothing: rank 0 records all samples."""
 
     def add(self, step: int, ids: np.ndarray) -> None: ...
 
@@ -316,7 +323,7 @@ class NoLedger:
 
 
 def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) -> Any:
-    """Open the ledger of the run, which rank 0 writes."""
+    """Open the ledger of the run, which only rank 0 writes."""
     if not group.is_first:
         return NoLedger()
     if isinstance(assembly.feed.source, Iterated):
@@ -328,9 +335,10 @@ def open_ledger(group: Group, run: Path, assembly: Assembly, generation: int) ->
 
 
 def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
-    """Write the ledger of a fork up to `step`.
+    """Write the ledger of the fork `run` up to `step`, from that of `parent`.
 
-    Raises StorageError, and RunFolderError if the parent's ledger cannot be read.
+    Raises StorageError if it cannot be written, and RunFolderError if the parent's ledger cannot be
+    read.
     """
     from surefoot.contract import loop_ledger
 
@@ -343,8 +351,8 @@ def begin_fork(parent: Path, run: Path, feed: Feed, step: int) -> None:
 def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
     """Advance data that can only be read in sequence to step `number`.
 
-    Returns how the data differ from those trained on, "" if they do not. Raises OtherDataError if
-    they differ and `accept` is false.
+    Returns text on how the data differ from those that were trained on, or "" if they do not.
+    Raises OtherDataError if they differ and `accept` is false.
     """
     try:
         assembly.engine.stepper.loader.seek(number)
@@ -361,7 +369,11 @@ def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
 
 
 def state_of(loader: Loader) -> dict[str, Any]:
-    """Return the loader's state for a checkpoint, or for a replay if it cannot be saved."""
+    """Return the state of the loader for a checkpoint.
+
+    If the state of the dataset cannot be saved, a resumed run reads the epoch again up to its
+    position instead.
+    """
     state = loader.state()
     try:
         checkpoint.split(state)
@@ -372,7 +384,7 @@ def state_of(loader: Loader) -> dict[str, Any]:
 
 
 class SaveRequests(Protocol):
-    """Save requests: whether a signal asked for one, and whether one was done since then."""
+    """Requests to save: whether a signal has requested one, and whether a save was done since."""
 
     is_asked: bool
     has_saved: bool
@@ -381,7 +393,7 @@ class SaveRequests(Protocol):
 def is_over(
     group: Group, stop: tuple[str, str] | None, code: int, is_time: bool, keeper: SaveRequests
 ) -> tuple[tuple[str, str] | None, int, bool]:
-    """Return what all ranks do next: the reason to stop, the exit code, and whether time is over.
+    """Return what all ranks do next: the reason to stop, the exit code, whether the time is over.
 
     All ranks stop if one rank has a reason to stop. If a save was requested on any rank, rank 0
     saves.
@@ -404,7 +416,7 @@ def is_over(
     if mine or (asked and group.is_first):
         keeper.is_asked = group.is_first and not saved
     wants = "interrupted" if kind == kinds["interrupted"] else "stopped"
-    # one that is interrupted evaluates no more, so none does
+    # an interrupted rank does not evaluate any more, so no rank may
     if kind and (stop is None or kinds.get(stop[0], 1.0) != kind):
         stop = wants, "another rank ended the run"
     return stop, int(most) or code, bool(over)

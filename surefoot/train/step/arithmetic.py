@@ -1,9 +1,9 @@
-"""Optimizer step as branch-free tensor arithmetic for a compiler.
+"""Optimizer step as branch-free tensor arithmetic that a compiler can trace.
 
-Contains the norm, the non-finite check, clipping, and the rules of Adam, AdamW, SGD, LARS and LAMB.
-The formulas are those of torch's fused kernels (`components/optim/fused`) and of
-`components/optim/kinds/layerwise`, so results agree up to rounding. If the norm or a loss is not
-finite, every tensor keeps its value.
+It contains the norm, the non-finite check, clipping, and the rules of Adam, AdamW, SGD, LARS and
+LAMB. The formulas are those of torch's fused kernels (`components/optim/fused`) and of
+`components/optim/kinds/layerwise`, so that results agree up to rounding. If the norm or a loss is
+not finite, no parameter and no optimizer state changes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
+CLIP_EPS = 1e-6  # added to the norm, as in torch.nn.utils.clip_grad_norm_
 Tensors = list[Tensor]
 
 
@@ -66,7 +66,7 @@ def move(
     clip: float,
     clip_value: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """Apply one optimizer step to every tensor of `held` in place.
+    """Apply one optimizer step in place to the parameters and optimizer state in `held`.
 
     If the gradient norm is not finite, nothing changes. A parameter without a gradient keeps its
     value and its state.
@@ -74,7 +74,8 @@ def move(
     Args:
         rules: The update rule of each parameter group.
         held: For each group: parameters, step counters, first moments, second moments, momentum.
-        grads: The gradients of the parameters of all groups, in this order; None for none.
+        grads: The gradients of the parameters of all groups, in this order; None for a parameter
+            without a gradient.
         rates: The learning rate of each group, a scalar tensor.
         losses: Losses, scalar tensors; a non-finite one makes the norm NaN.
         clip: Limit of the global gradient norm; 0 for no limit.
@@ -115,12 +116,12 @@ def move(
 
 
 def _as_constants(scalars: Tensor) -> Tensor:
-    """Return `scalars` so that a compiler computes them once, not for every element of a tensor."""
+    """Return a view of `scalars` that the compiler computes once instead of once per element."""
     return torch.as_strided(scalars, scalars.shape, scalars.stride())
 
 
 def _scale_and_clip(grad: Tensor, factor: Tensor | None, limit: float | None) -> Tensor:
-    # a scalar would take the dtype of the factor
+    # the product may have the dtype of the factor
     grad = grad if factor is None else (grad * factor).to(grad.dtype)
     return grad if limit is None else grad.clamp(-limit, limit)
 
@@ -132,10 +133,13 @@ def _move_group(
     rate: Tensor,
     finite: Tensor,
 ) -> None:
-    """Apply one optimizer step to a group; `grads` holds each gradient with its norm."""
+    """Apply one optimizer step to a parameter group.
+
+    `tensors` holds what `move` describes for a group, `grads` each gradient with its norm.
+    """
     params, counters, first, second, momentum = tensors
     wide = functools.reduce(torch.promote_types, (each.dtype for each in params), torch.float32)
-    # one for all; where only some move, those count by themselves then: FusedGroup.count_traced
+    # one counter for all; if only some have gradients, FusedGroup.count_traced counts later
     if len(counters) < len(params):
         counts = [counters[0] + finite] if counters else []
         if counters and all(grad is not None for grad, _ in grads):
@@ -164,7 +168,10 @@ def _move_group(
 
 
 def _rate(rule: UpdateRule, param: Tensor, size: Tensor, rate: Tensor, wide: torch.dtype) -> Tensor:
-    """Return a layer's learning rate; `size` is its gradient norm, which LARS divides by."""
+    """Return the learning rate of a layer, which LARS scales by weight norm / gradient norm.
+
+    `size` is the norm of the layer's gradient. The result has the dtype `wide`.
+    """
     if rule.name == "lars" and rule.adapt:
         weights = torch.linalg.vector_norm(param)
         rate = rate * torch.where(
@@ -178,7 +185,10 @@ def _rate(rule: UpdateRule, param: Tensor, size: Tensor, rate: Tensor, wide: tor
 def _move_by_momentum(
     rule: UpdateRule, param: Tensor, grad: Tensor, kept: Tensor | None, rate: Tensor, finite: Tensor
 ) -> None:
-    """Apply SGD, or LARS, whose momentum includes the layer's learning rate."""
+    """Apply SGD or LARS to a parameter; `kept` is its momentum buffer.
+
+    In LARS the momentum includes the learning rate of the layer.
+    """
     grad = grad + rule.decay * param
     if rule.name == "lars":
         grad = rate * grad
@@ -190,7 +200,7 @@ def _move_by_momentum(
 
 
 def _corrections(rule: UpdateRule, counts: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the bias corrections (2, counts): 1 - beta1^t and sqrt(1 - beta2^t) for each count."""
+    """Return 1 - beta1^t and sqrt(1 - beta2^t) for each step count t, shape (2, len(counts))."""
     first, second = (1.0 - beta**counts for beta in rule.betas)
     return _as_constants(torch.stack((first, second.sqrt())).to(wide))
 
@@ -204,7 +214,7 @@ def _move_by_moments(
     rate: Tensor,
     finite: Tensor,
 ) -> None:
-    """Apply Adam, AdamW or LAMB."""
+    """Apply Adam, AdamW or LAMB to a parameter; `kept` holds its first and second moment."""
     (first, second), (of_mean, root) = kept, corrections.unbind()
     beta1, beta2 = rule.betas
     grad = grad + rule.decay * param if rule.name == "adam" and rule.decay else grad

@@ -28,7 +28,11 @@ def check_count(name: str, count: Count) -> None:
 def check_gathered(
     counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]
 ) -> None:
-    """Raise TaskError if the loss counts all ranks' rows and `counts(batch)` this rank's."""
+    """Raise TaskError if a loss counts items of all ranks, although `counts(batch)` does not.
+
+    Such a loss gathers the rows of all ranks, and each rank counts all of them. `counts` and `mine`
+    (total, count and weight of each term) are sums over all ranks.
+    """
     for name, (_, count, _) in mine.items():
         said = counts.get(name) if isinstance(counts, Mapping) else counts
         if said is not None and said != float(count):
@@ -46,8 +50,8 @@ def check_splittable(
 ) -> None:
     """Raise TaskError for a loss that may not be split over microbatches and ranks.
 
-    `joins_ranks` means that each rank has one microbatch and that the loss gathers those of all
-    ranks.
+    `name` is the name of the update. With `joins_ranks`, each rank has one microbatch, and the loss
+    gathers the microbatches of all ranks.
     """
     if not loss.additive and not joins_ranks:
         raise TaskError(

@@ -13,7 +13,10 @@ from surefoot.core.units import Duration
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """Length of a run; `total_steps` is None if the length is a time."""
+    """Length of a run, and the conversion of durations to its steps.
+
+    `total_steps` is None if the length is a time.
+    """
 
     length: Duration
     total_steps: int | None
@@ -21,9 +24,9 @@ class RunSchedule:
     tokens_per_sample: float | None
 
     def duration(self, text: str) -> Duration:
-        """Return a duration of the spec; a share of the run becomes steps, or a time.
+        """Parse a duration of the spec; a share of the run is converted to steps.
 
-        It becomes a time if the length of the run is a time.
+        If the length of the run is a time, a share is converted to a time.
         """
         return resolve(Duration.parse(text), self.length, self.total_steps)
 
@@ -42,7 +45,8 @@ class RunSchedule:
         return steps
 
     def rhythm(self, text: str) -> Callable[[int], bool]:
-        """Return a function of the step: whether the interval `text`, which is not a time, is
-        due.
+        """Return a function of the step number: True if the interval `text` ends with this step.
+
+        `text` must not be a time.
         """
         return find_rhythm(self.duration(text), self.feed, self.tokens_per_sample)

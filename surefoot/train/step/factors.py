@@ -1,7 +1,8 @@
-"""Factors of the gradients of loss terms, with which the gradient of a step is a mean.
+"""Factors that turn the gradient sums of a step into the gradient of the mean loss.
 
-With counts known before the forward pass, the gradient of each term is divided by its global count
-in the backward pass; else by a power of two in the backward pass, and by the rest afterwards.
+If the item counts are known before the forward pass, the backward pass divides the gradient of each
+term by its global count. If not, the backward pass multiplies it by a power of two, and the rest of
+the factor is applied after the backward pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Counts = Mapping[str, float] | float | None  # of the global batch; None if they
 
 
 class LossFactors:
-    """Factors of a step's loss terms, before and after its backward pass."""
+    """Factors of the loss terms in the backward pass, and of the gradient sums after it."""
 
     def __init__(self, task: ResolvedTask, device: torch.device, scaler: LossScaler | None) -> None:
         self._task, self._device, self._scaler = task, device, scaler
@@ -35,7 +36,10 @@ class LossFactors:
         self.num_microbatches = 1  # of the step, on all ranks
 
     def known_counts(self, batches: list[Batch], ranks: Ranks | None, update: str = "") -> Counts:
-        """Return the global batch's counts if known before the forward pass, else None."""
+        """Return the item counts of the global batch, or None if only the loss can give them.
+
+        Returns None for one microbatch on one rank too, since its loss has the global counts.
+        """
         if self._task.counts is None or (len(batches) == 1 and ranks is None):
             return None
         counted: list[Any] = [self._task.counts(batch) for batch in batches]
@@ -49,7 +53,10 @@ class LossFactors:
     def _counts_of_all(
         ranks: Ranks, update: str, counted: list[Any]
     ) -> Mapping[str, float] | float:
-        """Return the counts summed over all ranks, one of which may have no batch."""
+        """Return the counts summed over all ranks; a rank may have no batch.
+
+        Raises TaskError for a fractional count with `layout.virtual_ranks`.
+        """
         rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
         names = rows[0] if rows else {}
         if ranks.is_exact and not all(
@@ -68,7 +75,12 @@ class LossFactors:
     def mean_factor(
         self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None
     ) -> float | Tensor:
-        """Return the factor from gradient sums to means; without items NaN, to skip the step."""
+        """Return the factor that turns the gradient sums into means.
+
+        The factor is NaN, which skips the step, if no item was counted. `scale` is the power of two
+        of the backward pass, or None if the backward pass divided by the counts. Raises TaskError
+        for an invalid count.
+        """
         counts = [count for _, count, _ in totals.values()]
         is_known = not self._moves or not any(isinstance(count, Tensor) for count in counts)
         if is_known:
@@ -87,13 +99,16 @@ class LossFactors:
         (count,) = counts
         if not isinstance(count, Tensor):
             return 1.0 / (scale * float(count))
-        # a model in float64 would show 32 bits
+        # 32 bits would limit the precision of a float64 model
         exact = count if count.device.type == "mps" else count.double()
         return 1.0 / (scale * exact)
 
     @staticmethod
     def divisor(term: Term, counts: Counts, scale: float | None) -> Count:
-        """Return the divisor of a term's total in its backward pass; see `of`."""
+        """Return the number by which the backward pass divides the total of `term`.
+
+        The weight of the term is not included.
+        """
         if scale is not None:
             return 1.0 / scale
         return (
@@ -105,11 +120,15 @@ class LossFactors:
         )
 
     def of(self, term: Term, counts: Counts, scale: float | None) -> Tensor:
-        """Return the gradient of a term's total: weight / global count, or weight * `scale`."""
+        """Return the gradient of the total of `term`, with which its backward pass starts.
+
+        It is weight / global count, or weight * `scale` if the count is not known. With fp16 it
+        includes the loss scale.
+        """
         total = term.total
         if scale is not None:
             return self._scaled(self._constant(term.weight * scale, total))
-        if term.fixed:  # once a step: each of its microbatches adds an equal share
+        if term.fixed:  # counts once per step: each microbatch adds an equal share
             count: Count = term.count * self.num_microbatches
         else:
             count = (
@@ -120,18 +139,21 @@ class LossFactors:
                 else counts
             )
         if isinstance(count, Tensor):
-            # 16 bits would round the count
+            # in 16 bits the count would be rounded
             count = count.to(torch.promote_types(total.dtype, torch.float32))
             return self._scaled(torch.where(count > 0, term.weight / count, 0.0).to(total))
         # a term without items adds nothing
         return self._scaled(self._constant(term.weight / float(count) if count else 0.0, total))
 
     def _scaled(self, factor: Tensor) -> Tensor:
-        """Return `factor` times the loss scale, if any, which is constant within a step."""
+        """Return `factor` times the loss scale of fp16; `factor` itself without a loss scale."""
         return factor if self._scaler is None else self._scaler.seed(factor)
 
     def _constant(self, value: float, like: Tensor) -> Tensor:
-        """Return a cached scalar tensor: counts mostly repeat from step to step."""
+        """Return `value` as a cached scalar tensor with the dtype of `like`.
+
+        Values mostly repeat from step to step.
+        """
         key = (value, like.dtype)
         if key not in self._constants:
             if len(self._constants) > MAX_CONSTANTS:

@@ -1,9 +1,9 @@
-"""User gradient hooks receive the mean gradient of this rank's microbatch, as in plain PyTorch.
+"""Wrappers that call the user's gradient hooks with mean gradients, as in plain PyTorch.
 
-The backward pass of a step with several microbatches or ranks gives sums times a factor that the
-step chooses. A hook is called with the gradient converted to a mean, and the gradient that it
-returns or leaves in `grad` is converted back with the same factor. With fp16 loss scaling a hook
-receives scaled gradients, as with torch.amp.GradScaler.
+In a step with several microbatches or ranks, the backward pass computes gradient sums times a
+factor that the step chooses. A hook is called with the mean gradient of this rank's microbatch. The
+gradient that the hook returns, or leaves in `grad`, is converted back with the same factor. With
+fp16 loss scaling a hook receives scaled gradients, as with torch.amp.GradScaler.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _OF_PARAMETER = attrgetter("_post_accumulate_grad_hooks")
 
 
 class GradientHooks:
-    """Hooks of a model's parameters and modules, collected before each backward pass.
+    """Hooks of a model's parameters and modules, wrapped before each backward pass.
 
-    Hooks may be added and removed in the loop.
+    Users may add and remove hooks between steps.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._of_modules = hooks_of_modules(model)
-        self.of_pass: Factor = 1.0  # what makes the gradient of a pass a mean
-        self.of_sum: Factor = 1.0  # what makes a mean of all that was added up in this step so far
-        # not in passes that add nothing, while other ranks have microbatches left
+        self.of_pass: Factor = 1.0  # turns the gradient of a pass into a mean
+        self.of_sum: Factor = 1.0  # turns the sum of gradients so far in this step into a mean
+        # false in placeholder passes while other ranks still have microbatches
         self.is_on = True
         self.is_split = False
         self._count: Factor = 0.0
 
     def begin(self, *, is_split: bool) -> None:
-        """Wrap the module hooks before the forward passes of an update, which capture them.
+        """Wrap the module hooks of the user, before the forward passes of an update capture them.
 
-        If gradients are not split they are means, and hooks are left unchanged.
+        If `is_split` is false, the gradients are means already, and the hooks are left unchanged.
         """
         self.is_split = is_split
         self._count, self.of_pass, self.of_sum = 0.0, 1.0, 1.0
@@ -56,9 +56,10 @@ class GradientHooks:
         *,
         adds: bool,
     ) -> None:
-        """Wrap the tensor hooks before a backward pass.
+        """Wrap the tensor hooks of `leaves` before a backward pass.
 
-        The pass divides a term's total by `count_of(term)`; with `adds` it accumulates gradients.
+        `count_of(term)` is the number by which this pass divides the total of a term. With `adds`,
+        the pass adds its gradients to those of earlier passes of the step.
         """
         term = next((each for each in terms if not each.fixed), terms[0])
         self._count = self._count + term.count if adds else term.count
@@ -71,7 +72,7 @@ class GradientHooks:
 
 
 def hooks_of_modules(model: nn.Module) -> list[MutableMapping[int, Any]]:
-    """Return the dicts in which the modules of a model keep their gradient hooks."""
+    """Return the dicts in which the modules of a model store their backward hooks."""
     return [
         hooks
         for module in model.modules()
@@ -105,7 +106,7 @@ def _times(value: Any, factor: Factor, *, divides: bool = False) -> Any:
 
 
 class _OnGradient:
-    """Wrapper of a tensor hook, which may return another gradient."""
+    """Wrapper of a tensor hook, which may return a different gradient."""
 
     def __init__(self, hook: Any, factors: GradientHooks) -> None:
         self._hook, self._factors = hook, factors
@@ -120,7 +121,7 @@ class _OnGradient:
 
 
 class _OnModule:
-    """Wrapper of a module's backward hook, which may return other gradients."""
+    """Wrapper of a module's backward hook, which may return different gradients."""
 
     def __init__(self, hook: Any, factors: GradientHooks) -> None:
         self._hook, self._factors = hook, factors
@@ -139,8 +140,8 @@ class _OnModule:
 class _OnParameter:
     """Wrapper of a post-accumulate hook, which may change `grad`.
 
-    FSDP2's call with a sharded parameter, whose `grad` is its rows summed over all ranks, is
-    ignored: the hook was called before with the whole gradient.
+    FSDP2 also calls the hook with a sharded parameter, whose `grad` holds rows summed over all
+    ranks. That call is ignored, because the hook was called with the whole gradient before.
     """
 
     def __init__(self, hook: Any, factors: GradientHooks) -> None:

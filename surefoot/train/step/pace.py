@@ -1,4 +1,4 @@
-"""Compute times of each rank per step, exchanged as part of the sum of the next step's losses."""
+"""Compute time of each rank per step, exchanged in the all-reduce of the next step's losses."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from surefoot.core.ranks.stragglers import Pace, Straggler, StragglerWatch, find
 from surefoot.runtime.comm.group import Group
 
 NUM_FIELDS = len(Pace._fields)
-# the time, and what had been waited in collectives until then, in nanoseconds
+# the time, and the total time waited in collectives until then, in nanoseconds
 Mark = tuple[int, int]
 
 
 @final
 class Paces:
-    """Compute time of this rank per step, and one step later the times of all ranks.
+    """Compute time of this rank per step, and one step later that of all ranks.
 
-    The values of a step have separate entries in the sum of the next step's losses, with zeros from
-    the other ranks, so that no extra message is sent. Host time in collectives is left out; on a
-    device that runs asynchronously only the forward and backward passes are timed, with its events.
-    Rank 0 keeps the results: `told` holds the detected stragglers, and the ranks that have
-    recovered, since the last call of `take_told`.
+    The all-reduce of the next step's losses carries the times, so that no extra message is sent.
+    Time that the host waits in collectives is not counted. On a CUDA device, CUDA events time only
+    the forward and backward passes. On rank 0, `told` holds the stragglers that were detected and
+    the ranks that have recovered since the last call of `take_told`.
     """
 
     def __init__(self, group: Group, make_event: Callable[[], Any] = make_cuda_event) -> None:
@@ -50,11 +49,11 @@ class Paces:
         return time.perf_counter_ns(), self._group.waiting.ns
 
     def begin(self) -> None:
-        """Start a step, when its samples are requested."""
+        """Record the start of a step, before its samples are requested."""
         self._began, self._num_items = self._now(), 0.0
 
     def ready(self, num_samples: int, batches: Sequence[Batch]) -> None:
-        """Record that the samples of the step, this rank's `batches`, have been read."""
+        """Record that this rank's samples of the step have been read, as `batches`."""
         self._ready = self._now()
         if self._passes:
             self._passes[0].record()
@@ -66,15 +65,19 @@ class Paces:
             self._passes[1].record()
 
     def count(self, terms: Iterable[Mapping[str, tuple[Any, float | Tensor, float]]]) -> None:
-        """Set the item count of the step from this rank's loss terms, by the first term."""
+        """Set the number of items of the step from this rank's loss terms.
+
+        Each element of `terms` maps the name of a term to (total, count, weight); the counts of
+        their first terms are added.
+        """
         self._num_items = sum(float(next(iter(row.values()))[1]) for row in terms if row)
 
     def end(self) -> None:
-        """End the step."""
+        """Record the end of a step."""
         now = self._now()
         other_s = 0.0 if self._ended is None else _seconds_between(self._ended, self._began)
         compute_s = _seconds_between(self._ready, now)
-        if self._passes:  # both have happened: the sum of the losses was waited for
+        if self._passes:  # both are complete, because the all-reduce of the losses is
             compute_s = self._passes[0].elapsed_time(self._passes[1]) / 1e3
         self._mine = Pace(
             _seconds_between(self._began, self._ready),
@@ -87,7 +90,7 @@ class Paces:
         self._ended = now
 
     def row(self) -> list[float]:
-        """Return this rank's entries of the sum: all ranks' values, zero except for this rank's."""
+        """Return the values for the all-reduce: this rank's times, and zeros for other ranks."""
         found = [0.0] * (0 if self._group.is_alone else NUM_FIELDS * self._group.size)
         if found and self._mine is not None:
             first = NUM_FIELDS * self._group.rank
@@ -95,7 +98,10 @@ class Paces:
         return found
 
     def hear(self, summed: Sequence[float]) -> None:
-        """Add the summed entries: the times of every rank in the previous step."""
+        """Store the result of the all-reduce: the times of every rank in the previous step.
+
+        Only rank 0 stores it.
+        """
         if not summed or not self._group.is_first or self._mine is None:
             return
         paces = [Pace(*summed[at : at + NUM_FIELDS]) for at in range(0, len(summed), NUM_FIELDS)]
@@ -105,15 +111,16 @@ class Paces:
             self.told.append(found)
 
     def take_told(self) -> list[tuple[list[Straggler], list[int]]]:
-        """Return the stragglers detected, and the ranks recovered, since the last call."""
+        """Return the stragglers detected and the ranks recovered since the last call."""
         told, self.told = self.told, []
         return told
 
     def take(self) -> dict[str, tuple[float, ...]]:
-        """Return the statistics since the last call for a record; empty without data.
+        """Return statistics of the steps since the last call, for a Step record.
 
-        For each rank: the number of steps in which it was the slowest, the seconds that the median
-        of the other ranks waited for it in these steps, and the sums of its values.
+        Each value has one entry per rank: in how many steps the rank was the slowest (`last`), for
+        how many seconds the median of the other ranks waited for it in these steps (`waited_s`),
+        and the sums of the fields of `Pace`. The result is empty without data.
         """
         window, self._window = self._window, []
         if not window:
@@ -134,5 +141,5 @@ class Paces:
 
 
 def _seconds_between(earlier: Mark, later: Mark) -> float:
-    """Return the seconds between two marks without those spent waiting in collectives."""
+    """Return the seconds between two marks, without the time spent waiting in collectives."""
     return max(0, later[0] - earlier[0] - (later[1] - earlier[1])) / 1e9

@@ -1,4 +1,4 @@
-"""Parts of a step that involve the other ranks: gradients, sums, buffers."""
+"""Parts of a step that involve the other ranks: gradients, loss sums, buffers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Ranks:
     ) -> None:
         self._virtual = None if num_virtual is None else VirtualRanks(num_virtual, group)
         self._ordered: list[OrderedGradientSum] = []
-        self._rows: list[dict[str, Row]] = []  # the loss terms of each virtual rank that is over
+        self._rows: list[dict[str, Row]] = []  # loss terms of each finished virtual rank
         self.group = group
         self._updates = updates
         self._model = model
@@ -68,15 +68,16 @@ class Ranks:
         self._mine, self._was_told = 0, False
         self.paces = Paces(group)
         self._alike_after = 0
-        # whether replicas are held side by side after a step
+        # whether replicas are compared after a step
         self.checks_after: Callable[[int], bool] = lambda number: False
 
     def use_buckets(self, bucket_bytes: int, first_bytes: int) -> None:
         """Set the gradient bucket size in bytes, and that of the first bucket, between two steps.
 
-        Buckets follow the order of the model, not of the optimizer's groups. A group contains the
-        biases and norms of every layer: as the first bucket it would be complete only at the end
-        of the backward pass, and no reduction could start earlier.
+        Buckets follow the order of the parameters in the model. The optimizer's groups are not
+        suitable: the group of biases and norms contains parameters of every layer. As the first
+        bucket it would be complete only at the end of the backward pass, and no reduction could
+        start earlier.
         """
         self.close()
         place = {id(each): number for number, each in enumerate(self._model.parameters())}
@@ -87,13 +88,13 @@ class Ranks:
             )
             for update in self._updates
         ]
-        if self.sharded is not None:  # cut as it was made
+        if self.sharded is not None:  # with the bucket sizes set when it was made
             self.replicas = [self.sharded.synced(each) for each in leaves]
             return
         is_exact = self._virtual is not None
         sparse: list[Tensor] = [*find_sparse(self._model)]
         for optimizer in (each for update in self._updates for each in update.guarded.optimizers):
-            # takes no others, whatever module they come from
+            # supports only sparse gradients, from any module
             if isinstance(optimizer, torch.optim.SparseAdam):
                 sparse += [each for group in optimizer.param_groups for each in group["params"]]
         self.replicas = [
@@ -111,24 +112,24 @@ class Ranks:
         self._ordered = [OrderedGradientSum(each) for each in leaves] if is_exact else []
 
     def step(self, number: int) -> None:
-        """Start a step, when its samples are requested."""
+        """Record the start of step `number`, before its samples are requested."""
         self.paces.begin()
         if self.group.flight is not None:
             self.group.flight.step(number)
 
     def microbatch(self, position: int) -> None:
-        """Record that the pass of a microbatch starts."""
+        """Record that the forward pass of the microbatch at `position` starts."""
         if self.group.flight is not None:
             self.group.flight.microbatch(position)
 
     def begin(self, num_samples: int, batches: Sequence[Batch]) -> None:
-        """Start the computation of a step, with this rank's `num_samples` samples in `batches`."""
+        """Start the computation of a step with `num_samples` samples of this rank in `batches`."""
         self.paces.ready(num_samples, batches)
         self._mine, self._was_told = num_samples, False
         if self.sharded is not None:
             self.sharded.begin()
         self.buffers.keep()
-        # from the first step on: what is tried before it, a rank tries alone
+        # from the first step on: the checks before it run on each rank alone
         for each in self._sync_norms:
             each.group = self.group
 
@@ -138,19 +139,29 @@ class Ranks:
         return self._virtual is not None
 
     def open(self, index: int, first: int, num_microbatches: int) -> None:
-        """Start the passes of an update at microbatch `first`, of `num_microbatches` in all."""
+        """Start the forward and backward passes of update `index`.
+
+        This rank starts at microbatch `first` of `num_microbatches` on all ranks.
+        """
         if self._virtual is not None:
             self._virtual.begin(num_microbatches)
             self._rows = []
             self.passed(index, first, {})
 
     def arm(self, index: int) -> None:
-        """Start to reduce gradients as the last backward pass computes them; not if exact."""
+        """Start to reduce gradients while the last backward pass computes them.
+
+        Has no effect with `layout.virtual_ranks`.
+        """
         if self._virtual is None:
             self.replicas[index].arm()
 
     def passed(self, index: int, done: int, mine: dict[str, Row]) -> None:
-        """Record that `done` microbatches are done; `mine` holds the virtual rank's terms."""
+        """Record that this rank's microbatches up to number `done` of the step are done.
+
+        `mine` holds the loss terms of the current virtual rank; it is cleared when all microbatches
+        of this virtual rank are done.
+        """
         for _ in range(0 if self._virtual is None else self._virtual.count_over(done)):
             self._ordered[index].end_one()
             self.buffers.end_one()
@@ -158,9 +169,10 @@ class Ranks:
             mine.clear()
 
     def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
-        """Return the loss terms of update `index` over all ranks; finish its gradient reduction.
+        """Return the loss terms of update `index` summed over all ranks.
 
-        Gradients that must be scaled first are left to `finish`.
+        The gradient reduction is finished too, except if the gradients must be multiplied by a
+        factor first: then `finish` does it.
         """
         if not self._was_told:
             self.paces.end_passes()
@@ -172,12 +184,12 @@ class Ranks:
         return self.add(self.names[index], mine)
 
     def finish(self, index: int, factor: float | Tensor) -> None:
-        """Finish the reduction of gradients that need the factor of their multiplication."""
+        """Finish the reduction of gradients that must be multiplied by `factor` first."""
         if self.replicas[index].asks_factor:
             self.replicas[index].finish(factor)
 
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
-        """Return the loss terms summed over ranks.
+        """Return the loss terms of an update summed over all ranks.
 
         The first sum of a step includes the sample counts, and the times of the previous step.
         """
@@ -197,7 +209,7 @@ class Ranks:
         return found
 
     def end(self, number: int) -> None:
-        """Finish the collectives of a step after all passes and updates."""
+        """Finish the collectives of a step after all of its updates."""
         if not self._was_told:
             self.paces.end_passes()
             self.add("", {})
@@ -206,11 +218,11 @@ class Ranks:
         self.buffers.join()
 
     def look(self, number: int, applied: bool | Tensor) -> None:
-        """Check the state after a step that was applied or skipped.
+        """Check weights and buffers after a step that was applied or skipped.
 
         Raises NumbersError if this rank's weights differ from those of its replicas, if weights are
         non-finite (checked after a skipped step), or if a running statistic is non-finite. A check
-        that would synchronize the device runs as rarely as the comparison of replicas.
+        that would synchronize the device runs only in the steps in which replicas are compared.
         """
         is_due = self.checks_after(number)
         if (
@@ -258,16 +270,17 @@ class Ranks:
         return self.sharded is not None and self.sharded.is_even
 
     def num_passes(self, num_own: int, num_all: int) -> int:
-        """Return this rank's number of passes in a step, for `num_own` of `num_all` microbatches.
+        """Return the number of passes that this rank runs in a step.
 
-        If weights are gathered in each pass, the number is the same on every rank.
+        The rank has `num_own` of `num_all` microbatches. In stages 2 and 3, which gather weights in
+        each pass, every rank runs the same number.
         """
         if not self.is_even:
             return num_own
         return -(-num_all // self.group.size)
 
     def _join_norm(self, norm: Tensor) -> Tensor:
-        """Return the norm over the rows of all ranks from that of this rank's rows, elementwise."""
+        """Return the norms over the rows of all ranks; `norm` holds those over this rank's rows."""
         assert self.sharded is not None
         square = self.sharded.group.add(
             norm.detach().double().square().reshape(-1).to(self.group.device)
@@ -275,7 +288,7 @@ class Ranks:
         return square.sqrt().reshape(norm.shape).to(norm)
 
     def _check_alike(self, number: int) -> None:
-        # ranks with the same rows have numbers that differ by `width`; `place` is the first of them
+        # the numbers of ranks with the same rows differ by `width`; `place` is the lowest of them
         width, place = 1, 0
         if self.sharded is not None and self.sharded.splits_weights:
             width, place = self.sharded.group.size, self.sharded.group.rank

@@ -1,4 +1,4 @@
-"""Data of a run as its spec says: source of a split, sample order, and loader settings."""
+"""Data of a run as the spec configures it: source of a split, sample order, loader settings."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ INSTEAD_OF_A_LOADER = (
 def read_split(task: ResolvedTask, split: str) -> Source:
     """Return the task's data of `split`.
 
-    Raises DataError for a split that is unknown or cannot be read, TaskError for an error in the
-    task's code.
+    Raises DataError for a split that is unknown or cannot be read, and TaskError for an error in
+    the task's code.
     """
     try:
         return as_source(task.task.data(split))
     except SurefootError:
         raise
     except KeyError as error:
-        if error.args == (split,):  # looked up among those that the task knows
+        if error.args == (split,):  # the task has looked it up in a dict of its splits
             raise DataError(
                 f"task {task.name} has no split {split!r}",
                 hint='return the training data from its data("train")'
@@ -76,10 +76,10 @@ def _failed_data(split: str, error: BaseException) -> TaskError:
 
 
 def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
-    """Return the order of the samples.
+    """Return the feed of the training data: which samples each step reads, in which order.
 
-    A source of whole batches gives one batch per step, or `train.batch` of them with
-    `train.microbatch = 1`.
+    A source that returns whole batches gives one batch per step. With `train.microbatch = 1`, it
+    gives `train.batch` batches per step. Raises SpecError for settings that do not fit the source.
     """
     train, batch = spec.train, spec.train.batch
     if isinstance(source, Iterated):
@@ -130,7 +130,7 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
 
 
 def describe_short_batch(feed: Feed) -> list[str]:
-    """Return a message if the batch is larger than the training set: a step trains on all."""
+    """Return a message if the batch is larger than the training set."""
     largest, n = max([feed.batch, *(batch for _, batch in feed.ramp)]), feed.order.n
     if largest <= n:
         return []
@@ -160,9 +160,9 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
 
 
 def _chunk_of(spec: RunSpec, source: Source) -> int:
-    """Return the size of the largest shard; with equal shards each chunk is a shard.
+    """Return the number of samples of the largest shard, the unit in which `data.window` shuffles.
 
-    Raises SpecError for a source without shards.
+    Raises SpecError for a source without shards, or if `data.shuffle` is false.
     """
     sizes = getattr(source, "shard_sizes", None)
     if not sizes or not spec.data.shuffle:
@@ -184,11 +184,12 @@ def read_once(
     share: Share = WHOLE,
     seed: int = 0,
 ) -> Iterator[tuple[Batch, int | None]]:
-    """Yield every sample once, in order, in batches with their sample counts, read ahead.
+    """Yield every sample once, in order, as batches with their sample counts.
 
-    `settings` control the read-ahead. Random draws of a dataset depend on `seed` and the samples.
-    Each rank reads every `share.size`-th batch. With `data.on_bad = "skip"` unreadable samples are
-    left out; `tell` is called with each of them and with failed workers.
+    The count is None if an iterable does not say it. Each rank reads every `share.size`-th batch.
+    `settings` control how far the loader reads ahead. Random draws of a dataset depend on `seed`
+    and the sample numbers. With `data.on_bad = "skip"`, unreadable samples are left out. `tell` is
+    called with notices about unreadable samples, failed workers and other data problems.
     """
     num_batches = -(-len(source) // batch)
     mine = len(range(share.rank, num_batches, share.size))
@@ -222,7 +223,10 @@ def read_once(
 
 
 def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None:
-    """Raise SpecError if ranks run different numbers of passes, which a joint BatchNorm needs."""
+    """Raise SpecError if ranks would run different numbers of passes in a step.
+
+    A BatchNorm with statistics over all ranks would then wait forever.
+    """
     train = spec.train
     rest = num_samples % train.batch if spec.data.last_batch == "keep" else 0
     check_equal_passes(
@@ -235,7 +239,7 @@ def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None
 
 @dataclass(frozen=True)
 class _EveryNth(Order):
-    """Sequential order of every `share.size`-th batch, starting at batch `share.rank`."""
+    """Sequential order of every `share.size`-th batch, from batch `share.rank`."""
 
     batch: int = 1
     share: Share = WHOLE
@@ -248,7 +252,7 @@ class _EveryNth(Order):
 
 
 def make_settings(spec: RunSpec, source: Source) -> LoaderSettings:
-    """Return the loader settings of `[loader]`.
+    """Return the loader settings of the [loader] table.
 
     Raises SpecError for workers with a source that is read in sequence.
     """

@@ -1,4 +1,4 @@
-"""Sharding of a run as its spec says, and the features that cannot be sharded."""
+"""Sharding of the state of a run, and checks for features that cannot be sharded."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train.step.ranks import Ranks
 from surefoot.train.step.update import LiveUpdate
 
-# rules that look at one number of a tensor at a time: a part of it moves as it would in the whole
+# update rules that are elementwise: rows of a tensor are updated as in the whole tensor
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
 
 
 class Intervals(Protocol):
-    """Length of a run, and its intervals."""
+    """Feed of a run, and the conversion of its intervals to steps."""
 
     @property
     def feed(self) -> Feed: ...
@@ -44,10 +44,10 @@ class Intervals(Protocol):
 def shard(
     spec: RunSpec, model: nn.Module, blocks: Sequence[str | nn.Module], mesh: Mesh
 ) -> Sharded:
-    """Shard the state that `layout.zero_stage` says over the shard ranks of the mesh.
+    """Shard the state that `layout.zero_stage` selects over the shard ranks of the mesh.
 
-    `blocks` are the model's blocks if the task or spec names them. Raises SpecError for a model or
-    key that cannot be sharded.
+    `blocks` are the blocks that the task or spec names; empty for the repeated modules of the
+    model. Raises SpecError for a model or key that cannot be sharded.
     """
     check_keys(spec, mesh.shard.size)
     first_weights = _digest_of(model)
@@ -57,7 +57,7 @@ def shard(
 
 
 def check_keys(spec: RunSpec, num_ranks: int) -> None:
-    """Raise SpecError for keys that are not supported with state sharded over `num_ranks` ranks."""
+    """Raise SpecError for keys that do not work with state sharded over `num_ranks` ranks."""
     stage = spec.layout.zero_stage
     table = {
         "precision.weights": (
@@ -157,7 +157,7 @@ def find_units(
                     "name its blocks in the task, blocks(model), or set layout.zero_stage to 1 or 2"
                 ),
             ) from None
-        return {}  # gathered once a step: all at a time
+        return {}  # all weights are gathered once per step
 
 
 def make_ranks(
@@ -168,7 +168,7 @@ def make_ranks(
     sharded: Sharded | None,
     course: Intervals,
 ) -> Ranks:
-    """Return the collective parts of a step, as `[layout]` says.
+    """Return the collective parts of a step as the [layout] table configures them.
 
     Raises SpecError for a combination that sharding or virtual ranks do not support.
     """
@@ -211,7 +211,7 @@ def _check_sharded(
             is_elementwise = name in ELEMENTWISE and type(optimizer).__module__.startswith(
                 "torch.optim"
             )
-            # which are told the norms of whole layers
+            # lars and lamb get the norms of whole layers
             if not is_elementwise and not isinstance(optimizer, Lamb | Lars):
                 raise SpecError(
                     "layout.shard splits parameters by rows, but it is not known "
@@ -239,6 +239,6 @@ def _check_sharded(
 
 @torch.no_grad()
 def _digest_of(model: nn.Module) -> str:
-    """Return a digest of all parameters, by which ranks with other initial weights are detected."""
+    """Return a digest of all parameters, with which ranks compare their initial weights."""
     sums = torch.stack([bit_sum(each).cpu() for each in model.parameters()])
     return hashlib.sha256(sums.numpy().tobytes()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """An optimizer step, as a sequence of operations.
 
 The gradient of a step is the sum over every item of its global batch, divided once by the global
-count. With counts known before the backward pass, each term is scaled by its count first; else a
-single term is scaled by a power of two near 1/count (exact), and clipping includes the rest.
+count. If counts are known before the backward pass, each term is divided by its count first. Else a
+single term is scaled by a power of two near 1/count (exact); clipping includes the rest.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from surefoot.train.step.whole import WholeStep
 
 _INSIDE = nullcontext()
-# of a run: the first is looked at, the others are what a compiled step is measured against
+# of a run: the first is observed, the others are the baseline for the time of a compiled step
 EAGER_STEPS = 5
 
 
@@ -85,33 +85,33 @@ class Stepper:
         self.attributes = AttributeTracker(model, task.state)
         self.policy, self._scaler = policy, policy.scaler
         self._hooks = GradientHooks(model)
-        self.record: DtypeRecord | None = None  # of the first step that was done here
+        self.record: DtypeRecord | None = None  # of the first step of this process
         self._is_first = False
-        self.has_moved = False  # weights or the optimizer's state, in the current step
-        self.records = True  # whether the first step is looked at, and so not compiled
-        self.whole: WholeStep | None = None  # set where the step is one graph
-        self.ranks: Ranks | None = None  # set where it is shared
+        self.has_moved = False  # weights or optimizer state, in this step
+        self.records = True  # whether the first step is observed, and so not compiled
+        self.whole: WholeStep | None = None  # set if the step is one graph
+        self.ranks: Ranks | None = None  # set if there are several ranks
         self._look: AbstractContextManager[Any] | None = None
-        # nothing is compiled inside: not while operators are seen
+        # context without compilation, for steps whose operators are observed
         self.eager: Callable[[], AbstractContextManager[None]] = nullcontext
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
-        # where the model is: else whoever reads does it
+        # on the device of the model; on a CPU the reader of the samples augments
         self._augments = task.augment is not None and device.type != "cpu"
         self.loader = Loader(
             feed, Reader(feed.source, None if self._augments else task.augment, seed)
         )
         self._ahead = Ahead(device)
-        self._sizes: list[int] = []  # the samples of each microbatch of the step that is computed
+        self._sizes: list[int] = []  # samples of each microbatch of the current step
         self._draws = derive(seed, 3)
         self._factors = LossFactors(task, device, policy.scaler)
         self._moves = device.type != "cpu"
-        # the samples of the step before, in the order they were read
+        # ids of the samples of the last step, in the order of reading
         self.consumed = np.empty(0, dtype=np.int64)
         self.clock = PhaseClock(device)
-        self.before_update: Callable[[], None] | None = None  # set while the state is being copied
+        self.before_update: Callable[[], None] | None = None  # set while a save copies state
         # called with every batch before its forward pass
         self.saw: Callable[[Batch], None] | None = None
-        self.noise: GradientNoise | None = None  # set where the noise of the gradient is asked for
+        self.noise: GradientNoise | None = None  # set with `observe.noise`
         # this rank's first microbatch of the step, and how many there are on all ranks
         self._first, self._num_cut = 0, 1
         self._generators = [torch.default_generator]
@@ -161,7 +161,7 @@ class Stepper:
         self._end(number, applied)
         if self.ranks is not None:
             num_samples = self.ranks.num_samples
-        if None in sizes:  # the batches do not say it
+        if None in sizes:  # the batches do not tell their size
             num_samples = round(float(next((count for _, count, _ in totals.values()), 0)))
         report = StepReport(
             step=number,
@@ -176,15 +176,15 @@ class Stepper:
         report.updates.update(keys)
         if self._scaler is not None:
             if num_done:
-                # after all updates: one scale holds for the whole step
+                # after all updates, which share one loss scale
                 self._scaler.update(overflowed)
             report.scaling = Scaling(self._scaler.scale, overflowed)
         return report
 
     def _begin(self, taken: StepBatches, batches: list[Batch]) -> tuple[Sequence[int | None], int]:
-        """Start the computation of a step; return the samples of each batch, and of all.
+        """Start the computation of a step; return the sample count of each batch, and their sum.
 
-        The number of a batch is None if the source does not know it.
+        The count of a batch is None if the source does not know it.
         """
         self.consumed, self._first = taken.window.ids, taken.first
         sizes: Sequence[int | None] = [*map(len, taken.ids)]
@@ -200,12 +200,12 @@ class Stepper:
         return sizes, num_samples
 
     def _observe_first(self, number: int) -> None:
-        """Make the record of dtypes where this is the first step that is done here."""
+        """Create the record of dtypes if `number` is the first step of this process."""
         self._is_first = self.records and self.record is None
         if self._is_first:
             tf32 = self.policy.compute == "tf32"
             self.record = DtypeRecord(self._model, tf32=tf32, hooked=not self._is_whole(number))
-            # the same whether a run was left before this step, or not
+            # only in step 1, so that a resumed run computes the same
             self._look = self.record if number == 1 else None
 
     def _end(self, number: int, applied: bool | Tensor) -> None:
@@ -230,14 +230,14 @@ class Stepper:
             self.ranks.paces.end()
 
     def undo_failed_step(self) -> None:
-        """Undo a step that failed before any weight changed; the next step clears gradients."""
+        """Restore the buffers after a step that failed before any weight changed."""
         self._buffers.restore()
         if self._is_first and self.record is not None:
             self.record.leave()
             self.record = None
 
     def look(self, number: int) -> None:
-        """Repeat a step's passes without the update, for an observer; unseeded draws differ."""
+        """Repeat the passes of a step without its update, to observe it; unseeded draws differ."""
         batches = self._move_to_device(self.loader.read(number))
         self._buffers.keep()
         for index, update in enumerate(self._updates):
@@ -254,7 +254,7 @@ class Stepper:
     def _move_to_device(
         self, taken: StepBatches, peek: Callable[[int], StepBatches | None] | None = None
     ) -> list[Batch]:
-        """Return the batches on the device and start the copy of the next step's from `peek`."""
+        """Return the batches on the device; start the copy of the batches that `peek` returns."""
         batches = taken.batches
         if self._moves:
             self.clock.switch(COPY)
@@ -272,13 +272,13 @@ class Stepper:
         return batches
 
     def _count_samples(self, taken: StepBatches) -> list[int | None]:
-        """Return the sample count of each batch of an iterable; None if the batch does not say."""
+        """Return the sample count of each batch of an iterable; None if it is not known."""
         source: Any = self._feed.source
         epoch, pairs = taken.window.epoch, zip(taken.ids, taken.batches, strict=True)
         return [source.count_samples(epoch, int(ids[0]), batch) for ids, batch in pairs]
 
     def _is_whole(self, number: int) -> bool:
-        """Return whether a step is run as one compiled graph."""
+        """Return whether step `number` runs as one compiled graph."""
         if self.whole is None or not self.whole.is_on:
             return False
         return not (self.records and number <= EAGER_STEPS)
@@ -372,10 +372,10 @@ class Stepper:
         scale: float | None,
         gathered: Gathering | None,
     ) -> None:
-        """Check that the loss may be split; prepare gradient hooks for a part's backward pass."""
+        """Check that the loss may be split, and prepare gradient hooks for its backward pass."""
         joins = gathered is not None and gathered.was_used and self._num_cut == gathered.group.size
         check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
-        # stages 2 and 3 take each pass apart
+        # stages 2 and 3 reduce the gradients of each pass separately
         adds = self.ranks is None or not self.ranks.is_even
         leaves = [leaf_of(each) for each in update.guarded.parameters]
         self._hooks.begin_pass(
@@ -385,13 +385,13 @@ class Stepper:
     def _final_factor(
         self, guarded: GuardedUpdate, totals: Totals, scale: float | None
     ) -> float | Tensor:
-        """Return the factor of the gradient sums; NaN, which skips the step, for a bad loss."""
+        """Return the factor of the gradient sums; NaN, to skip the step, for a non-finite loss."""
         factor = self._factors.mean_factor(totals, scale)
         if guarded.on_device:
-            # 0, or nan where a loss is not finite
+            # adds 0, or NaN if a loss is non-finite
             factor = factor + sum(total * 0.0 for total, _, _ in totals.values())
         elif not all(math.isfinite(total.item()) for total, _, _ in totals.values()):
-            factor = math.nan  # a loss that is not finite skips the step even where its gradient is
+            factor = math.nan  # a non-finite loss skips the step even if the gradient is finite
         if self._scaler is not None:
             factor = factor / self._scaler.scale
         return factor
@@ -404,7 +404,7 @@ class Stepper:
         norm: float | Tensor,
         factor: float | Tensor,
     ) -> None:
-        """Add the norms of a step's first microbatch and of its whole batch to the estimate."""
+        """Add the gradient norms of the first microbatch and of the whole batch to `noise`."""
         first_norm, first_count = first
         # a microbatch in which no item counts has no mean
         if isinstance(first_count, Tensor) or first_count:
@@ -414,7 +414,7 @@ class Stepper:
     def _run_placeholder_passes(
         self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int
     ) -> None:
-        """Run passes with zero gradients while other ranks still gather weights from all ranks."""
+        """Run passes with zero gradients, since other ranks still gather weights from all ranks."""
         batch = batches[-1] if batches else self._move_to_device(self.loader.read(1))[0]
         held = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
         attributes = AttributeSnapshot(self._model)
@@ -442,7 +442,7 @@ class Stepper:
             self.before_update()
             self.clock.switch(FORWARD)
         self._seed_draws(number, 0, 0)
-        self.has_moved = True  # nobody outside of a graph knows how far it came
+        self.has_moved = True  # after a failure it is not known what the graph has changed
         done = whole(batch)
         if done is None:
             return None
@@ -453,7 +453,7 @@ class Stepper:
     def _update_in_backward(
         self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor]
     ) -> tuple[float, bool]:
-        """Run backward pass and update in one; check first, since the update cannot be undone."""
+        """Check losses and counts, then run a backward pass that applies the update."""
         for term in terms:
             check_count(term.name, term.count)
         if not any(float(term.count) for term in terms):
@@ -471,7 +471,7 @@ class Stepper:
 
     @contextmanager
     def _pass_context(self) -> Iterator[Gathering]:
-        """Return a context for an update's passes: all_gather, and the first step's observers."""
+        """Return the context of an update's passes: all_gather, and observers in the first step."""
         with Gathering(ALONE if self.ranks is None else self.ranks.group) as gathered:
             if self._look is None:
                 yield gathered
@@ -480,15 +480,16 @@ class Stepper:
                     yield gathered
 
     def _power_of_two(self) -> float:
-        """Return a power of two near 1 / num_samples: exact in products, equal on all ranks."""
+        """Return a power of two near 1 / num_samples: an exact factor, equal on all ranks."""
         num_samples = sum(self._sizes) if self.ranks is None else len(self.consumed)
         return 2.0 ** -round(math.log2(max(1, num_samples)))
 
     def _seed_draws(self, number: int, microbatch: int, update: int) -> None:
-        """Seed dropout and other draws in the model from (seed, step, global microbatch).
+        """Seed dropout and other draws in the model from (seed, step, global microbatch, update).
 
-        NumPy and Python are seeded only if a different number of ranks must draw the same: else
-        checkpoints hold these streams, and seeding them takes a tenth of a step of a small model.
+        NumPy and Python are seeded only on several ranks or with several microbatches, where any
+        number of ranks must draw the same. Otherwise checkpoints hold their states, and seeding
+        would take a tenth of a step of a small model.
         """
         key = mix(self._draws ^ (number << 24 | microbatch << 8 | update)) >> 1
         for generator in self._generators:

@@ -1,4 +1,4 @@
-"""Parameters unfrozen after the start of a run: added to the optimizers, or refused by name."""
+"""Parameters unfrozen during a run: they are added to the optimizers, or refused by name."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ FROM_START = (
 
 @final
 class TrainedSet:
-    """Trained parameters: those of the model as built, and those unfrozen since, in order."""
+    """Parameters of the model as built, and those that were unfrozen later, in order."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._built = dict(model.named_parameters())
         self._known = {id(each) for each in self._built.values()}
-        self._tables: list[dict[str, Any]] = []  # where the modules register what they hold
-        self._registered: list[Any] = []  # what was in them when that was asked last
-        # by name, those of one moment together: a checkpoint names them
+        self._tables: list[dict[str, Any]] = []  # dicts of children and parameters
+        self._registered: list[Any] = []  # their values at the last call of `has_changed`
+        # names, in one list per moment of unfreezing; saved in checkpoints
         self.unfrozen: list[list[str]] = []
 
     def frozen(self) -> list[nn.Parameter]:
-        """Return the parameters that do not train now."""
+        """Return the parameters that are currently frozen."""
         return [each for each in self._model.parameters() if not each.requires_grad]
 
     def has_changed(self) -> bool:
@@ -95,7 +95,10 @@ class TrainedSet:
         return list(new)
 
     def state(self, assembly: Assembly) -> dict[str, Any]:
-        """Return the changes since the start for a checkpoint: unfrozen and frozen parameters."""
+        """Return the names of the parameters that were unfrozen or frozen since the start.
+
+        The result is part of a checkpoint; it is empty if there are none.
+        """
         names = {id(each): name for name, each in self._built.items()}
         held = [leaf_of(each) for update in assembly.updates for each in update.guarded.parameters]
         frozen = sorted(
@@ -108,7 +111,7 @@ class TrainedSet:
         )
 
     def restore(self, assembly: Assembly, tree: Mapping[str, Any]) -> None:
-        """Set requires_grad as in the checkpoint, before its optimizer state is read."""
+        """Set `requires_grad` as in the checkpoint `tree`, before the optimizer state is loaded."""
         self._take_again(assembly, tree.get("unfrozen", ()))
         for name in tree.get("frozen", ()):
             if name in self._built:
@@ -117,7 +120,7 @@ class TrainedSet:
     def _take_again(self, assembly: Assembly, saved: Iterable[Sequence[str]]) -> None:
         """Unfreeze the parameters that a checkpoint names, in its order.
 
-        Raises UserCodeError as `take_new` does, and for a name that the model lacks.
+        Raises UserCodeError as `take_new` does, and for a name that the model does not have.
         """
         for names in list(saved)[len(self.unfrozen) :]:
             if lost := [name for name in names if name not in self._built]:

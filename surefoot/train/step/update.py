@@ -19,22 +19,22 @@ from surefoot.train.step.counts import Count
 if TYPE_CHECKING:
     from surefoot.components.optim.in_backward import UpdateInBackward
 
-Totals = dict[str, tuple[Tensor, Count, float]]  # of each term: its total, count and weight
+Totals = dict[str, tuple[Tensor, Count, float]]  # total, count, weight by term
 
 
 @dataclass(frozen=True)
 class LiveUpdate:
-    """An `Update` of the task with its optimizers: the loss, and how to apply gradients."""
+    """An `Update` of the task: its loss, and the optimizers that apply its gradients."""
 
     name: str
     loss: Callable[[Any, Batch], Loss]
     guarded: GuardedUpdate
     every: int = 1
-    in_backward: UpdateInBackward | None = None  # where it is, the backward pass updates
+    in_backward: UpdateInBackward | None = None  # if set, the backward pass updates
 
 
 def has_overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
-    """Return whether the loss scale must change: gradients are non-finite, losses finite."""
+    """Return whether gradients overflowed: they are non-finite although the losses are finite."""
     if isinstance(norm, Tensor):
         return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
     return not math.isfinite(norm) and math.isfinite(float(factor))
@@ -43,9 +43,10 @@ def has_overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tenso
 def run_backward(
     terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool
 ) -> None:
-    """Run the backward pass of all terms except constant totals without items.
+    """Run the backward pass of all terms, except constant totals without items.
 
-    With `is_even` ranks need equal numbers of backward passes: raises TaskError if none is left.
+    With `is_even`, all ranks need equal numbers of backward passes. A TaskError is raised if no
+    term is left for this one.
     """
     pairs = zip(terms, factors, strict=True)
     kept = [

@@ -1,7 +1,8 @@
-"""A step compiled as one graph: forward, backward, division, norm, check, clipping and update.
+"""A step compiled as one graph, from the forward pass to the optimizer update.
 
-A graph needs a few kernels for an optimizer step of a hundred small operators. Results equal those
-of the uncompiled step up to rounding; if compilation fails, the uncompiled step is used.
+The graph contains the division by the counts, the norm, the non-finite check and clipping. It needs
+a few kernels for an optimizer step of a hundred small operators. Results equal those of the
+uncompiled step up to rounding. If compilation fails, the uncompiled step is used.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from surefoot.train.step.update import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
-# of a group, beside its betas: all that a Rule reads of it
+# settings of a parameter group, besides its betas, that UpdateRule reads
 SETTINGS = ("weight_decay", "eps", "momentum", "nesterov", "trust_coefficient", "adapt")
 Done = tuple[tuple[Term, ...], float | Tensor, bool | Tensor]
 
 
 class WholeStep:
-    """Compiled step of one update with one microbatch; None if it could not be compiled.
+    """Compiled step of one update with one microbatch, called with the batch.
 
-    The step is called with its batch, and compiled again if a group setting other than the learning
-    rate has changed, or whether a parameter is trained.
+    The step is compiled again if a setting of a parameter group other than the learning rate has
+    changed, or the `requires_grad` of a parameter.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class WholeStep:
         return not (self.plan.is_eager or self.plan.failed)
 
     def __call__(self, batch: Batch) -> Done | None:
-        """Return loss terms, gradient norm and whether the step was applied; None if uncompiled."""
+        """Run the step; return loss terms, gradient norm, and whether the update was applied.
+
+        Returns None if the step could not be compiled.
+        """
         guarded = self._update.guarded
         if self._hooks:
             _refuse(_problems_of(self._model, self._policy))
@@ -101,8 +105,8 @@ def compile_step(
 
     Call the step with a batch: it returns the terms of the loss, the gradient norm, and whether the
     update was applied. Gradients need not be cleared. The first call compiles, which takes seconds.
-    A call compiles again if a parameter's requires_grad has changed, or a setting of a parameter
-    group other than the learning rate.
+    Later calls compile again if the requires_grad of a parameter has changed, or a setting of a
+    parameter group other than the learning rate.
 
     Args:
         model: The model.
@@ -110,9 +114,9 @@ def compile_step(
         update: The update, of fused SGD, Adam, AdamW, LARS or LAMB.
         policy: Number format of the forward and backward pass.
         mode: The mode of torch.compile.
-        dynamic: Whether sizes may differ from call to call; None leaves that to torch, which
-            assumes it after the second size.
-        deterministic: Restrict the compiler to choices that another process makes too.
+        dynamic: Whether sizes may differ from call to call; with None, torch compiles for variable
+            sizes after the second size.
+        deterministic: Restrict the compiler to choices that a different process makes too.
 
     Raises:
         SpecError: For parts that a graph cannot contain, and for an unknown mode.
@@ -141,7 +145,7 @@ def compile_step(
 
 
 class _Hooks:
-    """Test for gradient hooks, which a graph would ignore; cheap enough for each step."""
+    """Check for gradient hooks, which a graph would ignore; true if there is a hook."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = hooks_of_modules(model)
@@ -163,8 +167,11 @@ def _refuse(problems: Mapping[str, bool]) -> None:
 
 
 def _settings_of(guarded: GuardedUpdate) -> list[tuple[Any, ...]]:
-    """Return all that a step depends on beside its inputs: settings of the groups, and which
-    parameters are trained. Compared in each step, so kept cheap."""
+    """Return the values at which a compiled step must be compiled again when they change.
+
+    They are the settings of the parameter groups and which parameters are trained. They are
+    compared in each step, so this must be fast.
+    """
     groups = (group for each in guarded.optimizers for group in each.param_groups)
     return [
         (
@@ -190,7 +197,7 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         with policy.context():
             made = update.loss(model, batch)
         if not isinstance(made, Loss):
-            # raised outside: what is raised in a graph is told as the compiler's
+            # raised by the caller: an error inside a graph looks like one of the compiler
             return type(made).__name__
         terms = made.terms
         losses = [term.total for term in terms]
@@ -245,7 +252,7 @@ def _validity(terms: tuple[Term, ...]) -> Tensor:
 
 
 def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Module) -> None:
-    """Raise SpecError if the step cannot be one graph; called before anything is compiled."""
+    """Raise SpecError if the step cannot be compiled as one graph."""
     memory, is_cut = spec.memory, spec.train.microbatch not in (None, spec.train.batch)
     problems = {
         f"several updates ({len(updates)})": len(updates) > 1,
@@ -269,7 +276,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
 
 
 def _problems_of(model: nn.Module, policy: Policy) -> dict[str, bool]:
-    """Return features of model and policy that a graph cannot contain, and whether each is used."""
+    """Return features that a graph cannot contain, and whether the model or policy uses each."""
     hooked = next((name for name, module in model.named_modules() if _has_hooks(module)), None)
     return {
         "fp16, whose gradients are scaled": policy.scaler is not None,

@@ -1,1 +1,1 @@
-"""Samples on disk: images written as tars, copies on faster storage, and measured read speed."""
+"""Data on disk: images converted to tars, copies on faster storage, and measured read speed."""

@@ -1,8 +1,8 @@
-"""Conversion of a folder of images to tars of bounded size, each complete or absent.
+"""Conversion of a folder of images to tars of limited size, each either complete or absent.
 
-The sizes of the images determine in advance which of them each tar holds, and the digest of each
-tar is recorded as it is written, so that a later process continues with the tars that are missing
-or changed. The bytes depend on the images and the settings alone.
+The sizes of the images determine in advance which images each tar contains. The digest of a tar is
+recorded as soon as it is written. A later process can thus resume: it writes only the tars that are
+missing or changed. The bytes depend only on the images and the settings.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Tell = Callable[[int], None]  # called with the samples done since the last call
 class ShardNaming:
     """Names and sizes of tars: `NAME-00000.tar` and so on, each of at most `shard_bytes`.
 
-    A tar exceeds `shard_bytes` only if a single sample does. Samples are in the order of the
-    source, or, with the seed `shuffle`, in the order of the first epoch of a run with that seed.
-    Raises DataError for an invalid name or size.
+    A tar exceeds `shard_bytes` only if it contains a single, larger sample. With `shuffle`, the
+    samples are in the order of the first epoch of a run with this seed; otherwise, they are in the
+    order of the source. Raises DataError for an invalid name or size.
     """
 
     name: str = "shard"
@@ -74,9 +74,10 @@ class ShardNaming:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertedShards:
-    """Index of the tars, of which `kept` existed before, and the extension of each part.
+    """Result of a conversion to tars.
 
-    `beside` names the other files.
+    `index` is the index of the tars, `kept` of which existed before. `parts` has the file extension
+    of each part of a sample. `beside` has the names of the other files that were written.
     """
 
     index: Index
@@ -88,7 +89,7 @@ class ConvertedShards:
 def convert(
     images: ImageFolder, out: Path, layout: ShardNaming, *, tell: Tell = lambda done: None
 ) -> ConvertedShards:
-    """Write images and their class indices as tars into the folder `out`, or resume there.
+    """Convert images and their class indices to tars in the folder `out`, or resume a conversion.
 
     The file `classes.json` maps class indices to names, and `files.txt` lists the file of each
     sample. An index and `SHA256SUMS` are written last.
@@ -97,10 +98,10 @@ def convert(
         images: The images.
         out: The folder of the tars.
         layout: Names, sizes and order of the tars.
-        tell: Function that is called with the progress.
+        tell: Function that is called with the number of samples done since its last call.
 
     Raises:
-        DataError: Before anything is written, if `out` holds other tars, was started from other
+        DataError: Before anything is written, if `out` contains other tars, was started from other
             images or with other settings, or is being written by another process, or if the disk
             has too little space.
         StorageError: If a file cannot be written.
@@ -159,7 +160,7 @@ def convert(
 
 
 def _plan(images: ImageFolder, layout: ShardNaming) -> list[list[int]]:
-    """Return the samples of each tar, in order."""
+    """Return the sample numbers of each tar, in order. Raises DataError for too many tars."""
     order = Order(len(images), layout.shuffle or 0, shuffle=layout.shuffle is not None)
     capacity = layout.shard_bytes // RECORD * RECORD - END_BYTES
     shards: list[list[int]] = []
@@ -181,19 +182,19 @@ def _label(images: ImageFolder, number: int) -> bytes:
 
 
 def _sample_bytes(images: ImageFolder, number: int) -> int:
-    """Return the bytes of the two members of a sample, headers included."""
+    """Return the bytes of a sample in a tar: its image and its label, with their headers."""
     sizes = images.sizes[number], len(_label(images, number))
     return sum(BLOCK + -(-size // BLOCK) * BLOCK for size in sizes)
 
 
 def _tar_bytes(images: ImageFolder, numbers: Iterable[int]) -> int:
-    """Return the bytes of the tar that `tarfile` writes for these samples."""
+    """Return the size in bytes of the tar that `tarfile` writes for these samples."""
     held = sum(_sample_bytes(images, number) for number in numbers) + END_BYTES
     return -(-held // RECORD) * RECORD
 
 
 def _write(path: Path, images: ImageFolder, numbers: Sequence[int]) -> None:
-    """Write samples as a tar in ustar format (POSIX.1-1988), with owner and time zero."""
+    """Write samples as a tar in ustar format (POSIX.1-1988), with owner and modification time 0."""
     digits = max(MIN_DIGITS, len(str(len(images) - 1)))
     with (
         draft_file(path) as draft,
@@ -225,7 +226,11 @@ def _files(images: ImageFolder) -> bytes:
 
 
 def _part_extensions(images: ImageFolder) -> dict[str, str]:
-    """Return the extension of each part; images in several formats are a part for each format."""
+    """Return the file extension of each part of a sample, by the name of the part.
+
+    The image is the part `image` if all images have the same extension. Otherwise, each extension
+    is a separate part of that name.
+    """
     kinds = sorted({name.rpartition(".")[2].lower() for name in images.names})
     named = {"image": kinds[0]} if len(kinds) == 1 else {kind: kind for kind in kinds}
     return {**named, "label": "cls"}
@@ -248,6 +253,9 @@ def _size(path: Path) -> int | None:
 
 
 def plain_name(folder: Path) -> str:
-    """Return the name for tars of `folder`: the folder's name, or `shard` if that is not plain."""
+    """Return the name for tars of `folder`: the name of the folder, if it is valid, else `shard`.
+
+    A valid name has only letters, digits, _ and -.
+    """
     name = folder.resolve().name
     return name if PLAIN.fullmatch(name) else ShardNaming.name

@@ -1,4 +1,4 @@
-"""Storage devices of files, the pages of files in the page cache, and sequential read speed."""
+"""Storage device of a file, the share of the file in the page cache, and read speed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class Device:
 
 
 def find_device(path: Path, *, blocks: Path = BLOCKS) -> Device:
-    """Return the device of the nearest mount above a file or folder; unknown fields are None."""
+    """Return the storage device of the nearest mount point above a file or folder.
+
+    Fields that are unknown are None.
+    """
     real, mounts = Path(os.path.realpath(path)), list[Any]()
     with contextlib.suppress(OSError):
         mounts = [
@@ -77,10 +80,10 @@ def _kind_of_disk(name: str, blocks: Path) -> str | None:
 
 
 def drop_cached(paths: Iterable[Path]) -> bool:
-    """Write files back and drop them from the page cache (POSIX_FADV_DONTNEED).
+    """Flush files to disk, and drop them from the page cache (POSIX_FADV_DONTNEED).
 
-    fio's `invalidate` does the same. Returns whether no page of the files was left: files on tmpfs,
-    and pages that another process maps, stay.
+    Returns True if no page of the files is left in the cache. Files on tmpfs, and pages that
+    another process maps, are not dropped. fio's `invalidate` does the same.
     """
     dropped = hasattr(os, "posix_fadvise")
     for path in paths:
@@ -97,11 +100,11 @@ def drop_cached(paths: Iterable[Path]) -> bool:
 
 
 def cached_share(path: Path) -> float | None:
-    """Return the share of a file's pages that are in the page cache (mincore(2)).
+    """Return the share of a file's pages that are in the page cache, according to mincore(2).
 
-    Returns None if the system does not report the share, for example of a file of another user that
-    this user may not write. Probing with a read that does not wait (RWF_NOWAIT) would start
-    read-ahead, and so warm a cold file.
+    Returns None if the system does not report the share, for example for a file of another user
+    without write permission. A read with RWF_NOWAIT is not used, because it would start read-ahead,
+    and thereby cache the file.
     """
     status = path.stat()
     is_reported = os.geteuid() in (0, status.st_uid) or os.access(path, os.W_OK)
@@ -120,9 +123,10 @@ def cached_share(path: Path) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speed of a sequential read in bytes per second.
+    """Speed of a sequential read.
 
-    `cold` is whether no page of the files was in the page cache before.
+    `bytes_per_s` is None if no byte was read. `cold` is True if no page of the files was in the
+    page cache before the read.
     """
 
     bytes_per_s: float | None
@@ -133,7 +137,7 @@ class Speed:
 def read_speed(paths: Sequence[Path], *, most_bytes: int, most_s: float) -> Speed:
     """Drop files from the page cache, read them sequentially, and return the speed.
 
-    Reading stops after `most_bytes` bytes or `most_s` seconds.
+    Reading stops after `most_bytes` bytes or `most_s` seconds, whichever comes first.
     """
     cold, done, piece = drop_cached(paths), 0, memoryview(bytearray(PIECE_BYTES))
     begun_s = time.perf_counter()

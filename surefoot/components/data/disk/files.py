@@ -1,4 +1,7 @@
-"""Files that are complete or absent: drafts, synced and renamed; digest lists; free disk space."""
+"""Writing of files that are either complete or absent, digest lists, and free disk space.
+
+A file is written as a draft, which is synced and renamed when it is complete.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ SPARE_BYTES = 1 << 20  # for the small files next to tars
 
 @contextlib.contextmanager
 def draft_file(path: Path) -> Iterator[Path]:
-    """Yield a draft next to `path` to write into; sync and rename it when the block ends.
+    """Yield the path of a draft to write; after the block, sync it and rename it to `path`.
 
-    The draft is removed if the block raises. Raises StorageError if a file cannot be written.
+    The draft is in the same folder. It is removed if the block raises. Raises StorageError if a
+    file cannot be written.
     """
     draft = path.with_name(f".{path.name}{DRAFT}")
     try:
@@ -51,10 +55,10 @@ def draft_file(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, name: str) -> Iterator[BinaryIO]:
-    """Open and lock the file `name` of a folder, for reading and appending.
+    """Open and lock the file `name` in a folder, for reading and appending.
 
-    The lock keeps other processes from writing into the folder. Raises DataError if the file cannot
-    be opened, or if another process has locked it.
+    The lock prevents other processes from writing into the folder with this function. Raises
+    DataError if the file cannot be opened, or if another process has locked it.
     """
     try:
         file = (folder / name).open("a+b")
@@ -79,13 +83,13 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sweep(folder: Path, names: Iterable[str]) -> None:
-    """Remove the drafts of the files `names` that a killed process has left."""
+    """Remove the drafts that a killed process left when it was writing the files `names`."""
     for name in names:
         (folder / f".{name}{DRAFT}").unlink(missing_ok=True)
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents. Raises DataError if that is impossible."""
+    """Create a folder and its parents. Raises DataError if it cannot be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -97,7 +101,10 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_others(folder: Path, others: Iterable[Path]) -> None:
-    """Raise DataError if one of these files of a folder, which another program wrote, exists."""
+    """Raise DataError if one of the files `others` exists.
+
+    It shows that `folder` belongs to a different data set.
+    """
     found = sorted(path.name for path in others if path.exists())
     if found:
         raise DataError(
@@ -109,7 +116,7 @@ def refuse_others(folder: Path, others: Iterable[Path]) -> None:
 def check_room(folder: Path, needed_bytes: int) -> None:
     """Raise DataError if the disk of a folder has less free space than `needed_bytes`.
 
-    The folder need not exist yet: its nearest parent that exists is on the same disk.
+    The folder need not exist: its nearest existing parent is on the same disk.
     """
     whole = folder.absolute()
     free = shutil.disk_usage(next(each for each in (whole, *whole.parents) if each.is_dir())).free
@@ -124,14 +131,17 @@ def check_room(folder: Path, needed_bytes: int) -> None:
 
 
 def write_sums(folder: Path, digests: Mapping[str, str]) -> None:
-    """Write the list of digests that `sha256sum --check` reads."""
+    """Write the digests to a file `SHA256SUMS`, which `sha256sum --check` can read."""
     write_whole(
         folder / SUMS, "".join(f"{digests[name]}  {name}\n" for name in sorted(digests)).encode()
     )
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """Return the digests in the list of a folder, by file name; empty without a list."""
+    """Return the digests in the file `SHA256SUMS` of a folder, by file name.
+
+    The result is empty if there is no such file.
+    """
     try:
         return parse_sums((folder / SUMS).read_bytes())
     except OSError:

@@ -1,4 +1,4 @@
-"""Copies of tars on faster storage, each complete or absent, with every byte verified.
+"""Copies of tars on faster storage, each either complete or absent, and verified by its digest.
 
 The free disk space is checked first.
 """
@@ -50,9 +50,9 @@ BESIDE = (CLASSES, FILES)  # which a conversion writes next to tars
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """Result of staging tars.
+    """Result of copying tars to faster storage.
 
-    `kept` tars existed already, and `checked` tars had a recorded digest to be compared with.
+    `kept` tars existed there already, and `checked` tars had a recorded digest to compare with.
     `before` and `after` are the read speeds of the source and of the copies.
     """
 
@@ -68,20 +68,21 @@ class StageResult:
 
 
 def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -> StageResult:
-    """Copy tars of one folder into `dest`, with an index and `SHA256SUMS`; keep equal copies.
+    """Copy tars of one folder into `dest`, and write an index and `SHA256SUMS` there.
 
-    A tar must have the digest in its index, or else in `SHA256SUMS` next to it. Without either, an
-    existing copy must have the digest of the source file.
+    Existing copies with the expected digest are not copied again. The expected digest of a tar is
+    that in an index next to it, or else in `SHA256SUMS` next to it. Without either, an existing
+    copy must have the digest of the source file.
 
     Args:
         tars: The tars.
         dest: The folder of the copies.
-        tell: Function that is called with the progress.
+        tell: Function that is called with the number of bytes done since its last call.
 
     Raises:
-        DataError: Before anything is written, for tars of several folders or of the same name, for
-            too little disk space, and for a `dest` that holds other tars; later, for a tar whose
-            digest does not match.
+        DataError: Before anything is written, for tars in several folders or with the same name,
+            for too little disk space, and for a `dest` that contains other tars. Later, for a tar
+            whose digest does not match.
         StorageError: If a file cannot be written.
     """
     home, names = _check(tars, dest)
@@ -126,7 +127,10 @@ def stage(tars: Sequence[Path], dest: Path, *, tell: Tell = lambda done: None) -
 
 
 def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
-    """Return the folder of the tars, and the names of the tars in order. Raises DataError."""
+    """Return the folder of the tars, and their names, sorted.
+
+    Raises DataError if the tars cannot be copied into `dest`.
+    """
     names, home = sorted(path.name for path in tars), tars[0].parent
     check_set(names, {path.resolve().parent for path in tars})
     if dest.exists() and not dest.is_dir():
@@ -143,7 +147,8 @@ def _check(tars: Sequence[Path], dest: Path) -> tuple[Path, list[str]]:
 def _digests(home: Path, tars: Sequence[Path]) -> dict[str, str]:
     """Return the recorded digests of tars, by name.
 
-    An index next to the tars counts if it was made from these very files, otherwise `SHA256SUMS`.
+    The digest in an index next to the tars is used if the tar has not changed since it was indexed,
+    otherwise that in `SHA256SUMS`.
     """
     held, stamps = read_sums(home), {stamp_of(path) for path in tars}
     for place in home.glob(f"*{SUFFIX}"):
@@ -157,9 +162,10 @@ def _digests(home: Path, tars: Sequence[Path]) -> dict[str, str]:
 
 
 def _copy(path: Path, made: Path, wanted: str | None = None, tell: Tell = lambda done: None) -> str:
-    """Copy a file unless the copy exists; return the digest, which must equal `wanted`.
+    """Copy `path` to `made` unless that file exists; return the digest of the copy.
 
-    Without `wanted`, an existing copy must have the digest of `path`. Raises DataError.
+    The digest must equal `wanted`. Without `wanted`, an existing copy must have the digest of
+    `path`. Raises DataError if the digests differ.
     """
     if made.exists():
         found = digest_of(made)

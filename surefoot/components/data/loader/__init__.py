@@ -1,1 +1,1 @@
-"""Data loader: batches read ahead by workers, in the order of the run."""
+"""Data loader: workers read batches ahead, in the order of the run."""

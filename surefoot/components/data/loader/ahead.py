@@ -1,4 +1,7 @@
-"""Copies of batches to the device while it computes, on a separate stream from pinned memory."""
+"""Copies of batches to the device during its computation, from pinned memory.
+
+They run on a separate CUDA stream.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ Peek = Callable[[int], StepBatches | None]
 
 
 class Ahead:
-    """Copies the batches of each step to `device`.
+    """Copier of the batches of each step to `device`.
 
-    On CUDA, the batches of the next step are copied while this step computes, if they have been
-    read already.
+    On CUDA, the batches of the next step are copied while the current step computes, if they have
+    been read already.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,9 +34,9 @@ class Ahead:
         self._leaving: list[tuple[Any, StepBatches]] = []
 
     def take(self, taken: StepBatches, peek: Peek | None = None) -> list[Batch]:
-        """Return the batches of a step on the device.
+        """Return the batches of the step `taken` on the device.
 
-        `peek` returns the batches of the next step, or None if they have not been read yet.
+        `peek(n)` returns the batches of step n, or None if they have not been read yet.
         """
         if self._stream is None:
             return [to_device(batch, self._device) for batch in taken.batches]
@@ -59,11 +62,14 @@ class Ahead:
 
 
 def _keep_until_used(tensor: Tensor, stream: Any) -> Tensor:
-    """Keep the allocator from reusing the memory of `tensor` before `stream` is done with it."""
+    """Prevent reuse of the memory of `tensor` by the allocator until `stream` has used it."""
     tensor.record_stream(stream)
     return tensor
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """Return `tensor` in pinned memory: a copy from pageable memory waits for earlier copies."""
+    """Return `tensor` in pinned memory.
+
+    A copy from pageable memory to the device would wait for earlier copies.
+    """
     return tensor if tensor.is_pinned() else tensor.pin_memory()

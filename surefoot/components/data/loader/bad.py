@@ -1,6 +1,6 @@
-"""Unreadable records: left out one by one if the spec allows it, and each of them reported.
+"""Unreadable samples, which are left out and reported if the run spec allows it.
 
-The records left out do not depend on the worker that reads them.
+Which samples are left out does not depend on the worker that reads them.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from surefoot.core.errors import BadRecordError, DataError
 
 
 class UnreadableSample(NamedTuple):
-    """Sample that cannot be read, and the error message of the attempt."""
+    """Number of a sample that cannot be read, and the error message."""
 
     sample: int
     reason: str
 
 
 class ReadResult(NamedTuple):
-    """Batch without the samples in `bad`; `batch` is None if no sample is left."""
+    """Batch of the samples that could be read, and the unreadable samples in `bad`.
+
+    `batch` is None if no sample could be read.
+    """
 
     batch: Batch
     bad: tuple[UnreadableSample, ...] = ()
 
     @property
     def whole(self) -> Batch:
-        """The batch. Raises DataError if no sample is left."""
+        """Batch of the readable samples. Raises DataError if there is none."""
         if self.batch is None:
             raise DataError(
                 (
@@ -42,14 +45,14 @@ class ReadResult(NamedTuple):
         return self.batch
 
     def readable_ids(self, ids: np.ndarray) -> np.ndarray:
-        """Return the `ids` whose samples are in the batch."""
+        """Return `ids` without the unreadable samples."""
         return ids[~np.isin(ids, [each.sample for each in self.bad])] if self.bad else ids
 
 
 def read_sound(source: Source, ids: np.ndarray) -> ReadResult:
-    """Read those of `ids` that can be read.
+    """Read the samples `ids`, and leave out those that cannot be read.
 
-    Raises MemoryError, and OSError of a disk or a network, since neither indicates a bad record.
+    Raises MemoryError, and OSError of a disk or a network, since neither indicates a bad sample.
     """
     try:
         return ReadResult(source.read(ids.copy()))
@@ -79,7 +82,7 @@ def _raise_unless_of_a_record(error: Exception) -> None:
 class Sound:
     """Source that leaves unreadable samples out of its batches, for checks of a few samples.
 
-    Raises DataError for a batch of which no sample is left.
+    Reading raises DataError if none of the requested samples can be read.
     """
 
     def __init__(self, source: Source) -> None:
@@ -96,9 +99,9 @@ class Sound:
 
 
 class BadRecords:
-    """Unreadable records of `num_samples`, of which a share may be left out.
+    """Unreadable samples found in a data set, of which a limited share may be left out.
 
-    The limit is rounded up, so that with a positive share any data set may have one such record.
+    The limit is `share * num_samples`, rounded up, so that any positive share allows one sample.
     """
 
     def __init__(self, num_samples: int, share: float) -> None:
@@ -107,9 +110,9 @@ class BadRecords:
         self.found: dict[int, str] = {}
 
     def add(self, bad: Iterable[UnreadableSample]) -> list[UnreadableSample]:
-        """Record unreadable samples; return those that were not known before.
+        """Record unreadable samples; return those that were not recorded before.
 
-        Raises BadRecordError if there are more than may be left out.
+        Raises BadRecordError if more samples are recorded than may be left out.
         """
         fresh = [each for each in bad if each.sample not in self.found]
         self.found.update(fresh)
@@ -126,9 +129,9 @@ class BadRecords:
         return fresh
 
     def state(self) -> list[list[int | str]]:
-        """Return the records as a checkpoint holds them."""
+        """Return the recorded samples for a checkpoint, as lists [sample, reason]."""
         return [[sample, reason] for sample, reason in sorted(self.found.items())]
 
     def restore(self, state: Iterable[Iterable[int | str]]) -> None:
-        """Restore the records that a checkpoint holds."""
+        """Restore the recorded samples from the value that `state` returned."""
         self.found = {int(sample): str(reason) for sample, reason in state}

@@ -1,4 +1,4 @@
-"""Batches of one step as the loader returns them, and the memory that a batch takes."""
+"""Batches of one step as the loader returns them, and the memory size of a batch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from surefoot.contract.task import Batch
 
 
 class StepBatches(NamedTuple):
-    """Batches of step `number` for this rank: one per microbatch with samples, and their `ids`.
+    """Batches of step `number` for this rank, one per microbatch.
 
-    `first` is the index of the first of these microbatches among those of all ranks.
+    A microbatch without readable samples has no batch. `ids` has the sample numbers of each batch.
+    `first` is the index of this rank's first microbatch among the microbatches of all ranks. `bad`
+    are the unreadable samples.
     """
 
     number: int
@@ -35,7 +37,10 @@ class StepBatches(NamedTuple):
         reads: Iterable[ReadResult],
         first: int = 0,
     ) -> Self:
-        """Return the batches of a step from the reads of its microbatches, with samples `cut`."""
+        """Create the batches of a step from the results of reading its microbatches.
+
+        `cut` has the sample numbers of each microbatch.
+        """
         kept = [
             (read.batch, read.readable_ids(ids))
             for ids, read in zip(cut, reads, strict=True)
@@ -52,7 +57,7 @@ class StepBatches(NamedTuple):
 
 
 def bytes_of(batch: Batch) -> int:
-    """Return the bytes of the tensors and arrays in a batch."""
+    """Return the total bytes of the tensors and arrays in a batch."""
     return sum(
         each.nbytes if isinstance(each, np.ndarray) else each.numel() * each.element_size()
         for each in find_arrays(batch)

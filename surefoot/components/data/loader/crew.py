@@ -1,4 +1,4 @@
-"""Pools of workers of one kind: threads of this process, or processes.
+"""Pools of workers that read batches: threads of this process, or processes.
 
 Each worker reads its jobs in the order in which it receives them.
 """
@@ -42,9 +42,9 @@ LONG_ENOUGH_S, MAX_TIMES, ROUNDS = 0.01, 256, 3  # for measuring the speedup of 
 
 
 class Message(NamedTuple):
-    """Result of a job: the samples read, or the text of the exception.
+    """Message from worker `place`: the batch that it has read, or the text of an exception.
 
-    Without a `serial`, the message says how the worker died.
+    `serial` identifies the job. If it is None, the worker has died, and `problem` says how.
     """
 
     place: int
@@ -58,25 +58,28 @@ class Message(NamedTuple):
 class WorkerPool(Protocol):
     """Pool of workers, each identified by its index, `place`.
 
-    The replacement of a worker has the same index, but not the jobs that the worker was given.
+    The replacement of a worker has the same index, but not the jobs of the replaced worker.
     """
 
     size: int
 
     def has_room(self, place: int) -> bool:
-        """Return whether a worker can take one more job."""
+        """Return whether the worker with index `place` can accept one more job."""
         ...
 
     def give(self, place: int, serial: int, job: Job) -> None: ...
 
     def receive(self, timeout_s: float) -> list[Message]:
-        """Return the messages that arrive within `timeout_s`, at least one if any arrives."""
+        """Wait up to `timeout_s` seconds for messages; return those that have arrived."""
         ...
 
     def name(self, place: int) -> str: ...
 
     def cpu_s(self, place: int) -> float:
-        """Return the CPU time of a worker in seconds; a worker that hangs uses none."""
+        """Return the CPU time that a worker has used, in seconds.
+
+        It does not increase while a worker hangs.
+        """
         ...
 
     def replace(self, place: int) -> None: ...
@@ -85,7 +88,7 @@ class WorkerPool(Protocol):
 
 
 class Threads:
-    """Worker threads of this process, for thread-safe sources that release the GIL."""
+    """Pool of worker threads of this process, for thread-safe sources that release the GIL."""
 
     def __init__(self, size: int, reader: Reader) -> None:
         # all threads share the global random streams
@@ -156,7 +159,7 @@ class Threads:
 
 
 def gain_of_threads(reader: Reader, epoch: int, ids: np.ndarray) -> float:
-    """Return the speedup of two threads over one: 1 if all work holds the GIL, 2 if none does."""
+    """Measure the speedup of two threads over one: 1 if all work holds the GIL, 2 if none does."""
 
     def read() -> None:
         for _ in range(times):
@@ -193,7 +196,7 @@ class _WorkerProcess(NamedTuple):
 
 
 class Processes:
-    """Worker processes, each of which sends batches through `num_slots` slots of shared memory."""
+    """Pool of worker processes; each sends batches through `num_slots` slots of shared memory."""
 
     def __init__(self, size: int, reader: Reader, *, num_slots: int, start: Start = "auto") -> None:
         self.size, self._reader, self._num_slots = size, replace(reader, seeds=True), num_slots
@@ -316,7 +319,7 @@ class Processes:
         if not self._owner.is_here:
             self._workers = []  # those of the parent process, which continues to read
         for worker in self._workers:
-            worker.pipe.close()  # at this the worker ends by itself
+            worker.pipe.close()  # the worker then ends by itself
         for worker in self._workers:
             worker.process.join(0.05)
             self._end(worker)
@@ -331,7 +334,10 @@ class Processes:
 
 
 class _PickledReader:
-    """Reader on its way to a spawned process, which has not imported the task files."""
+    """Wrapper that pickles a reader for a spawned process.
+
+    Before the reader is unpickled, the process imports the task files, which it has not imported.
+    """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -353,7 +359,7 @@ def _describe_exit(exit_code: int | None) -> str:
 
 
 def find_start(start: Start) -> str:
-    """Return the start method of worker processes: by default fork on Linux, else spawn.
+    """Return the start method of worker processes; "auto" is fork on Linux, otherwise spawn.
 
     Raises DataError for a method that the system does not have.
     """
@@ -369,7 +375,10 @@ def find_start(start: Start) -> str:
 
 
 def check_picklable(reader: Reader) -> None:
-    """Raise DataError, naming the attribute, if the source or augmentation cannot be pickled."""
+    """Raise DataError if the source or the augmentation of a reader cannot be pickled.
+
+    The error names the attribute that cannot be pickled.
+    """
     for what, given in (("the source", reader.source), ("the task", reader.augment)):
         found = _find_unpicklable(given, what)
         if found is not None:
@@ -386,7 +395,10 @@ def check_picklable(reader: Reader) -> None:
 
 
 def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
-    """Return the innermost attribute that does not pickle, and why; None if `given` pickles."""
+    """Return the innermost part of `given` that cannot be pickled, and the reason; None if all can.
+
+    `path` is the name of `given` in the error message.
+    """
     try:
         _Pickler(io.BytesIO()).dump(given)
     except Exception as error:  # noqa: BLE001 - an object can raise anything when it is pickled
@@ -401,7 +413,7 @@ def _find_unpicklable(given: Any, path: str) -> tuple[str, str] | None:
 class _Pickler(reduction.ForkingPickler):
     """Pickler that refuses classes and functions defined in an interactive session.
 
-    They are pickled as a name in `__main__`, which is another module in another process.
+    They are pickled as a name in `__main__`, which is a different module in another process.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -433,7 +445,7 @@ def _parts_of(given: Any) -> list[tuple[str, Any]]:
         return [(f"[{name!r}]", part) for name, part in given.items()]
     if isinstance(given, list | tuple):
         return [(f"[{number}]", part) for number, part in enumerate(given)]
-    # for a method those of its object
+    # for a bound method, the attributes of its object
     attributes = getattr(getattr(given, "__self__", given), "__dict__", None)
     return (
         [(f".{name}", part) for name, part in attributes.items()]

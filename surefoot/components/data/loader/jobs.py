@@ -1,4 +1,7 @@
-"""Jobs of the workers: the samples of a microbatch, the same whichever worker reads them."""
+"""Jobs of the loader's workers: each job is to read a microbatch.
+
+The result does not depend on the worker that reads it.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ _unused: list[np.random.MT19937] = []
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Job of reading a microbatch: samples `ids` (int64) of the step numbered `number`, from 1.
+    """Job of reading one microbatch: the samples `ids` (int64) of step `number`, counted from 1.
 
-    `window` has all samples of the step; `StepBatches` describes `first`.
+    `window` has all samples of the step. `first` is the index of this rank's first microbatch of
+    the step among the microbatches of all ranks.
     """
 
     number: int
@@ -43,8 +47,8 @@ class Reader:
     """Function that reads and augments the samples `ids` of an epoch.
 
     It is pure, so that any worker may call it, any number of times. The source gets a copy of
-    `ids`: a source that sorts them in place, or counts them from 1, would change the record of what
-    the run read.
+    `ids`, since a source that changed the array in place would also change the record of the
+    samples that the run has read.
     """
 
     source: Source
@@ -66,11 +70,11 @@ class Reader:
             )
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
-        """Return the seconds that each part of reading these samples takes.
+        """Measure the seconds that each part of reading these samples takes.
 
         The parts are those that the source reports, or `read`, and `augment`. Random draws are the
-        same as in a normal read, and the global random streams are restored, so that the run
-        continues unchanged.
+        same as in a normal read. The global random states are restored, so that the run continues
+        unchanged. The result is empty for a source that is read sequentially.
         """
         if hasattr(self.source, "at"):  # it is read sequentially, and would have to restart
             return {}
@@ -101,10 +105,10 @@ class Reader:
 
 
 def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
-    """Return the source as it is read in `epoch`.
+    """Return the source for reading samples of `epoch`.
 
-    A source that is read sequentially must know its epoch; any other is the same in each epoch.
-    With `keep`, samples are not consumed: they are read for a check.
+    For a source that is read sequentially, this is a reader of the epoch; any other source is
+    returned unchanged. With `keep`, samples are read for a check, and are not consumed.
     """
     at = getattr(source, "at", None)
     made: Source = source if at is None else at(epoch, streams_of_epoch(seed, epoch), keep=keep)
@@ -112,14 +116,14 @@ def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> S
 
 
 def streams_of_epoch(seed: int, epoch: int) -> Callable[[int], AbstractContextManager[None]]:
-    """Return a function from a batch number to a context with the random streams of that batch."""
+    """Return a function from a batch number to a context with the random states of that batch."""
     return lambda number: _streams_of(derive(seed, epoch, number, DRAWS))
 
 
 def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
-    """Read samples for a check before a run, or for an evaluation.
+    """Read samples for a check before a run, or for an evaluation, without consuming them.
 
-    A source that is read sequentially returns these samples again afterwards.
+    A source that is read sequentially returns these samples again in the next read.
     """
     if getattr(source, "thread_safe", False):
         return source.read(ids)
@@ -129,10 +133,10 @@ def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
 
 @contextmanager
 def _streams_of(key: int) -> Iterator[None]:
-    """Seed the global streams of torch, numpy and Python with `key`; restore them afterwards.
+    """Seed the global random states of torch, numpy and Python; restore them after the block.
 
-    A dataset that draws from these streams draws the same in any worker, and other values with each
-    key.
+    `key` is the seed. A dataset that draws from the global random states draws the same values in
+    any worker, and different values for each key.
     """
     of_torch, of_python = torch.default_generator.get_state(), random.getstate()
     torch.default_generator.manual_seed(key >> 1)
@@ -147,9 +151,10 @@ def _streams_of(key: int) -> Iterator[None]:
 
 @contextmanager
 def _numpy_stream_of(key: int) -> Iterator[None]:
-    """Put another generator behind numpy's global stream; restore the first one afterwards.
+    """Replace numpy's global generator by one with the seed `key`; restore it after the block.
 
-    To write the 624 words of a state back would cost more than to read many a sample.
+    To restore the state of numpy's generator instead would be slow: writing its 624 words can take
+    longer than reading a sample.
     """
     theirs = mtrand.get_bit_generator()  # of the user
     normal = _take_cached_normal(theirs)
@@ -168,11 +173,12 @@ def _numpy_stream_of(key: int) -> Iterator[None]:
 
 
 def _take_cached_normal(generator: Any) -> float | None:
-    """Take the cached second of a pair of normal numbers from numpy's global stream, or None.
+    """Return the normal number that numpy's global generator has cached; None if there is none.
 
-    The stream loses it when its generator is exchanged. numpy returns it with all 624 words of the
-    state, which takes 40 us. A draw shows it in 2 us: the generator does not advance where a number
-    was cached, and is set back where it did advance.
+    numpy draws normal numbers in pairs, and caches the second one. The cache is lost when the
+    generator is replaced. numpy returns the cached number only with all 624 words of the state,
+    which takes 40 us. A draw takes 2 us. If the generator does not advance, the draw was the cached
+    number; otherwise, the generator is set back.
     """
     words = _words_of(generator)
     if words is None:
@@ -188,9 +194,9 @@ def _take_cached_normal(generator: Any) -> float | None:
 
 @functools.lru_cache(maxsize=1)
 def _words_of(generator: Any) -> ctypes.Array[ctypes.c_uint32] | None:
-    """Return the 624 words and the position of a Mersenne Twister in its memory.
+    """Return the state of a Mersenne Twister in its memory: 624 words and the position.
 
-    None for a different kind of generator, and where numpy stores the words in a different way.
+    Returns None for a different type of generator, or if numpy stores the state differently.
     """
     state = generator.state
     if state["bit_generator"] != "MT19937":

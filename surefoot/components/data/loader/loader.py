@@ -1,8 +1,8 @@
 """Batches of a run, read ahead of its steps by any number of workers, in a fixed order.
 
-The samples of a step are a pure function of its number, so that no state need be saved, and a
-loader can start at any step at once. A worker that dies or hangs is replaced; the samples that it
-was reading, or that a worker raised an exception for, are read again.
+The samples of a step depend only on its number, so that a loader can start at any step. A worker
+that dies or hangs is replaced. The samples that it was reading, or for which a worker raised an
+exception, are read again.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from surefoot.core.hardware import count_cores
 if TYPE_CHECKING:
     from surefoot.components.data.loader.crew import Message, WorkerPool
 
-MAX_TRIES = 3  # of one microbatch: after that many dead workers its samples are the cause
+MAX_TRIES = 3  # workers that may fail on one microbatch before its samples are the cause
 BUSY_SHARE = 0.05  # of a core: a worker that uses more is computing
 BUSY = 8.0  # timeout of a worker that is computing, relative to one that is not
 WORTH = 1.5  # minimum speedup of two threads over one: below it, the GIL limits them
-MAX_SAMPLES_TRIED = 64  # samples
+MAX_SAMPLES_TRIED = 64  # for measuring the speedup of threads
 LOOKS = 8  # liveness checks of a worker within its timeout
 PATIENCE = 1.5  # minimum timeout, relative to the slowest batch so far
 MAX_WORKER_ONLY_FAILURES = 8  # consecutive batches that raise in a worker, but not in this process
@@ -55,7 +55,7 @@ NOTHING = ReadResult(None)
 
 @dataclass(eq=False)
 class _SentJob:
-    """Job that was given to a worker, and its result."""
+    """Job that was sent to a worker, and its result."""
 
     serial: int
     job: Job
@@ -68,7 +68,7 @@ class _SentJob:
 
 
 class Loader:
-    """Batches by step, numbered from 1: `loader.take(n)`; consecutive steps are read ahead."""
+    """Loader whose `take(n)` returns the batches of step n, from 1; it reads later steps ahead."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Loader:
         *,
         last: int | None = None,
     ) -> None:
-        """Create a loader up to step `last`; without settings, steps read without workers."""
+        """Create a loader for steps up to `last`; without `settings`, it has no workers."""
         self._feed, self._reader, self._last = feed, reader, last
         self.bad = BadRecords(len(feed.source), 0.0)
         self._content_before = getattr(feed.source, "content_digest", None)
@@ -97,8 +97,8 @@ class Loader:
     def take(self, number: int) -> StepBatches:
         """Return the batches of step `number`.
 
-        Raises what reading them raises, and BadRecordError for samples with which every worker
-        dies.
+        Raises what reading raises, and BadRecordError if 3 workers die or hang with the same
+        samples.
         """
         begun_s = time.perf_counter()
         taken = self._take(number) if self.settings.workers else self.read(number)
@@ -110,7 +110,7 @@ class Loader:
         return taken
 
     def _report_iterable_notices(self, notices: list[tuple[Any, ...]], number: int) -> None:
-        """Report the notices that a sequential source has about its iterable."""
+        """Report the notices of a sequential source about its iterable, and remove them."""
         while notices:
             self.tell(LoaderNotice("data", number, *notices.pop(0)))
 
@@ -145,7 +145,7 @@ class Loader:
         return _step_batches(number, found)
 
     def read(self, number: int) -> StepBatches:
-        """Return the batches of step `number`, read at once in this process without workers."""
+        """Read the batches of step `number` in this process, without workers."""
         window = self._feed.window(number - 1)
         first, cut = self._feed.mine(window)
         batches = [self._reader(window.epoch, ids) for ids in cut]
@@ -168,13 +168,13 @@ class Loader:
             crew.close()
 
     def end(self) -> None:
-        """End the workers, and those of a sequential source: reading is over."""
+        """End the workers of the loader, and those of a sequential source, after the last read."""
         self.close()
         if isinstance(self.source, Iterated):
             self.source.close()
 
     def use(self, settings: LoaderSettings, *, last: int | None = None) -> None:
-        """Continue with different settings; the samples do not change. `last` is the last step."""
+        """Continue with different settings, up to step `last`. The samples do not change."""
         self.close()
         self._last = last or self._last
         self.settings = settings
@@ -194,7 +194,7 @@ class Loader:
 
     @functools.cached_property
     def kind(self) -> Kind:
-        """Kind of the workers; auto: threads if two of them are faster than one, else processes."""
+        """Worker type; "auto" is threads if two are 1.5 times as fast as one, else processes."""
         if self.settings.kind != "auto":
             return self.settings.kind
         if not getattr(self._reader.source, "thread_safe", False):
@@ -206,7 +206,7 @@ class Loader:
         return "thread" if gain >= WORTH else "process"
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: records left out, and the position of the source."""
+        """Return the state for a checkpoint: unreadable samples, and the state of the source."""
         source = {"source": self.source.state_dict()} if isinstance(self.source, Iterated) else {}
         digest = getattr(self.source, "content_digest", None)
         return {
@@ -216,7 +216,7 @@ class Loader:
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
+        """Restore the state that `state` returned."""
         self.bad.restore(saved.get("bad_records", ()))
         self._content_before = saved.get("content")
         if isinstance(self.source, Iterated) and "source" in saved:
@@ -225,7 +225,8 @@ class Loader:
     def seek(self, number: int) -> None:
         """Advance a sequential source to the samples of step `number`.
 
-        Raises OtherDataError if the data, or those read again on the way, are not those of before.
+        Raises OtherDataError if the data, or batches read again, differ from those before the
+        checkpoint.
         """
         if isinstance(self.source, Iterated):
             window = self._feed.window(number - 1)
@@ -234,14 +235,14 @@ class Loader:
         check_content(self.source, self._content_before)
 
     def skip_bad(self, share: float) -> None:
-        """Leave out unreadable samples, up to a share of the data set."""
+        """Leave out unreadable samples, up to the given share of the data set."""
         self.close()
         self._reader = replace(self._reader, skips=True)
         self.bad = BadRecords(len(self._feed.source), share)
 
     @property
     def depth(self) -> int:
-        """Number of microbatches that are being read, or wait to be used."""
+        """Maximum number of microbatches that are being read, or wait to be used."""
         return self._depth
 
     def _begin_at(self, number: int) -> None:
@@ -275,7 +276,7 @@ class Loader:
             self._submit(crew, ticket)
 
     def _worker_loads(self, crew: WorkerPool) -> list[tuple[int, int]]:
-        """Return the load of each worker: jobs still to be read, and all jobs not yet consumed."""
+        """Return for each worker the number of jobs not read yet, and of all jobs not used yet."""
         reads = Counter(each.place for each in self._given.values())
         holds = Counter(each.place for each in self._tickets)
         return [(reads[place], holds[place]) for place in range(crew.size)]
@@ -344,7 +345,7 @@ class Loader:
             ticket.is_unsendable = message.is_unsendable
 
     def _replace(self, crew: WorkerPool, place: int, how: str, guilty: _SentJob | None) -> None:
-        """Replace a failed worker; its jobs are given to the new one, in the same order.
+        """Replace a failed worker, and send its jobs to the new worker, in the same order.
 
         `guilty` is the job that the worker was reading. Raises BadRecordError if too many workers
         have failed with this job.
@@ -378,8 +379,8 @@ class Loader:
     def _read_again(self, ticket: _SentJob) -> None:
         """Read a microbatch again in this process, after a worker raised an exception.
 
-        If the error persists it is raised in this process, with a traceback; otherwise it was
-        transient. Raises DataError for a batch that cannot be sent.
+        If the exception recurs, it is raised with its traceback; otherwise it is reported as a
+        notice. Raises DataError for a batch that cannot be sent to this process.
         """
         job = ticket.job
         raised = (ticket.problem or "").strip().splitlines()[-1]
@@ -406,7 +407,7 @@ class Loader:
         self.tell(LoaderNotice("worker", job.number, what, then))
 
     def _continue_without_workers(self, number: int) -> None:
-        """Continue without workers, since reading fails in them each time."""
+        """Continue without workers, because reading has failed in them many times in a row."""
         self.use(replace(self.settings, workers=0))
         what = (
             f"{self._in_vain} batches in a row raised an error in a worker, and none in "
@@ -417,7 +418,7 @@ class Loader:
         self.tell(LoaderNotice("worker", number, what, then))
 
     def _bound_depth(self, batch: Batch) -> None:
-        """Limit the read-ahead to the allowed memory, but at least one microbatch per worker."""
+        """Limit the read-ahead to the allowed memory, but not below a microbatch per worker."""
         settings, held = self.settings, bytes_of(batch)
         if self.batch_bytes and held <= self.batch_bytes:
             return
@@ -427,7 +428,7 @@ class Loader:
         )
 
     def _watch(self, number: int, begun_s: float, done_s: float) -> None:
-        """Evaluate the previous step, from the start of its read to the start of this one."""
+        """Record the duration of the previous step; it ends when the read of this step starts."""
         before, before_s, waiting_s = self._last_take
         self._last_take = number, begun_s, done_s - begun_s
         if before + 1 != number:
@@ -462,7 +463,7 @@ class Loader:
         self.tell(LoaderNotice("starving", number, what, then))
 
     def describe(self) -> str:
-        """Return the workers and the read-ahead in words."""
+        """Return a description of the workers and the read-ahead."""
         settings = self.settings
         if not settings.workers:
             return "each step reads its samples in the main process: no worker"

@@ -1,8 +1,9 @@
-"""Search for the fewest workers with which steps do not wait for data, during a run or before it.
+"""Search for the smallest number of workers with which steps do not wait for data.
 
-The search starts with 0 workers. If steps wait for more than 2 % of their time, the next larger
-number is tried, as long as steps become shorter; the best number is kept. The samples read stay the
-same, so that the search does not change results.
+The search takes place before a run or during it, and starts with 0 workers. If steps wait for data
+more than 2 % of the time, the next larger number is tried, as long as steps become shorter. The
+best number is used. The samples are the same with any number of workers, so that the search does
+not change results.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ STARVES_AFTER_STEPS, STARVES_AFTER_S = 50, 5.0
 
 @dataclass(frozen=True)
 class WorkerTiming:
-    """Steps measured with `workers` workers: median time, and share spent waiting for data."""
+    """Timing of steps with `workers` workers.
+
+    `step_s` is the median time of a step, and `waiting` the share of the time spent waiting for
+    data.
+    """
 
     workers: int
     step_s: float
     waiting: float
 
     def describe_waiting(self, costs: Mapping[str, float], num_samples: int) -> str:
-        """Return how long steps wait, and the `costs` of reading some samples, in seconds."""
+        """Return a text about how long steps wait for data, and what reading takes.
+
+        `costs` has the seconds of each part of reading `num_samples` samples.
+        """
         what = (
             f"steps wait for data {self.waiting:.0%} of their time, "
             f"{self.waiting * self.step_s * 1e3:.3g} ms of {self.step_s * 1e3:.3g} ms, "
@@ -50,7 +58,7 @@ class WorkerTiming:
 
 
 class StepTimings:
-    """Times of the steps so far."""
+    """Recorded times of steps, without the first 3, in which workers start and caches fill."""
 
     def __init__(self) -> None:
         self._skipped = SKIPPED_STEPS
@@ -76,7 +84,7 @@ class StepTimings:
 
 
 def find_most(cores: int) -> int:
-    """Return the most workers that are worth trying with `cores` cores."""
+    """Return the largest number of workers that is worth trying with `cores` CPU cores."""
     return min(MAX_WORKERS, max(cores, MIN_TRIED))
 
 
@@ -92,10 +100,10 @@ def numbers(most: int) -> Iterator[int]:
 
 
 class WorkerTuner:
-    """Search over numbers of workers, until `is_done`; `workers` is the number to measure next, and
-    in the end the number that was found.
+    """Search for the best number of workers.
 
-    A run records each of its steps with `add`; a measurement of many steps is recorded at once.
+    `workers` is the number to measure next or, when `is_done` is True, the best number. A run calls
+    `add` after each step; a benchmark calls `record` with a measurement of many steps.
     """
 
     def __init__(self, most: int) -> None:
@@ -106,7 +114,7 @@ class WorkerTuner:
         self._watch = StepTimings()
 
     def add(self, step_s: float, waiting_s: float) -> int | None:
-        """Return the number of workers to continue with if it changes now, else None."""
+        """Record a step; return the new number of workers to use, or None if it does not change."""
         self._watch.add(step_s, waiting_s)
         if self.is_done or not self._watch.is_enough(MIN_STEPS, MIN_S):
             return None
@@ -115,7 +123,7 @@ class WorkerTuner:
         return self.record(seen)
 
     def record(self, seen: WorkerTiming) -> int | None:
-        """Record the measurement of `workers` workers; return what `add` returns."""
+        """Record a measurement with `workers` workers; return what `add` returns."""
         shortest_s = min((each.step_s for each in self.tried), default=math.inf)
         self.tried.append(seen)
         # a single worker may gain little even if two read twice as fast
@@ -132,7 +140,7 @@ class WorkerTuner:
         return self.workers if self.workers != before else None
 
     def describe(self) -> str:
-        """Return the result and the numbers that were tried, in words."""
+        """Return a text with the result and the measurements."""
         tried = "; ".join(
             f"{each.workers}: {each.step_s * 1e3:.3g} ms a step, {each.waiting:.0%} waiting"
             for each in self.tried

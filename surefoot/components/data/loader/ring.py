@@ -1,8 +1,8 @@
 """Transfer of batches between processes without a copy, through anonymous shared memory.
 
-Tensors and the pickled rest of a batch are in a slot, and a message names their position. A slot is
-a memory file (memfd) that exists as long as a process has it open: nothing of it remains when all
-of them have ended, however they ended.
+A batch is stored in a slot: its tensors, and everything else in pickled form. Only the position in
+the slot is sent as a message. A slot is a memory file (memfd), which exists as long as a process
+has it open. Nothing of it remains when all these processes have ended, even if they were killed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,17 @@ GROWS = 1 << 16  # bytes: slot sizes are multiples of this
 
 
 class Slot:
-    """Memory file. The worker enlarges it, and its parent maps the memory."""
+    """Memory file (memfd) for one batch at a time, shared by a worker and its parent process.
+
+    The worker enlarges the file if necessary.
+    """
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._descriptor = open_nameless("surefoot-loader") if descriptor is None else descriptor
         self._map: mmap.mmap | None = None
 
     def map_memory(self, num_bytes: int) -> mmap.mmap:
-        """Return the mapped memory, of at least `num_bytes` bytes."""
+        """Return the mapped memory, enlarged to at least `num_bytes` bytes."""
         if self._map is None or len(self._map) < num_bytes:
             size = max(os.fstat(self._descriptor).st_size, -(-num_bytes // GROWS) * GROWS)
             os.ftruncate(self._descriptor, size)
@@ -43,7 +46,7 @@ class Slot:
         return self._map
 
     def close(self) -> None:
-        """Release the memory; it is freed once the last batch in it is gone."""
+        """Close the file. Its memory is freed when the last batch that uses it is freed."""
         self._map = None
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -58,16 +61,19 @@ def _opened_there(handed: Any) -> Slot:
 
 
 class PickledSpan(NamedTuple):
-    """Start and length of the pickled batch in a slot; its tensors are before it."""
+    """Position and size of the pickled part of a batch in a slot, in bytes.
+
+    The tensors of the batch are stored before it.
+    """
 
     start: int
     num_bytes: int
 
 
 def pack(batch: Any, slot: Slot) -> PickledSpan:
-    """Write a batch into a slot, from which `unpack` restores it; return its position.
+    """Write a batch into a slot; return the position from which `unpack` can read the batch.
 
-    Only the position goes through a pipe, which could be full.
+    Only the position is sent through a pipe, because the batch could fill the pipe.
     """
     packer = _Packer()
     packer.dump(batch)
@@ -83,7 +89,7 @@ def pack(batch: Any, slot: Slot) -> PickledSpan:
 def unpack(lies: PickledSpan, slot: Slot, release: Callable[[], None]) -> Any:
     """Return the batch in a slot; its tensors share the memory of the slot.
 
-    `release` is called once the last of these tensors is freed.
+    `release` is called when the last of these tensors has been freed.
     """
     memory, lease = slot.map_memory(sum(lies)), _Lease(release)
     try:
@@ -99,7 +105,7 @@ def pack_ids(ids: np.ndarray, slot: Slot) -> int:
 
 
 def unpack_ids(count: int, slot: Slot) -> np.ndarray:
-    """Return a copy of the sample ids in a slot, which the batch will overwrite."""
+    """Return a copy of the `count` sample ids in a slot, which a batch will overwrite."""
     return np.frombuffer(slot.map_memory(count * 8), np.int64, count).copy()
 
 
@@ -145,7 +151,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Unpickler for messages between a run and its workers, never for data from outside."""
+    """Unpickler for messages between a run and its workers; it is not safe for other data."""
 
     def __init__(self, file: io.BytesIO, memory: mmap.mmap, lease: _Lease) -> None:
         super().__init__(file)
@@ -173,9 +179,9 @@ class _Unpacker(pickle.Unpickler):
 
 
 class _Lease:
-    """Count of the arrays that still use a slot.
+    """Counter of the arrays that still use a slot; calls `release` when it reaches 0.
 
-    A tensor keeps a reference to the array that it is made of, and so do views of the tensor.
+    A tensor made from an array has a reference to it, and so do views of the tensor.
     """
 
     def __init__(self, release: Callable[[], None]) -> None:

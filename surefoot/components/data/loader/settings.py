@@ -1,4 +1,4 @@
-"""Settings of a loader, and the notices that it gives to its run."""
+"""Settings of a loader, and the notices that it sends to its run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class LoaderNotice(NamedTuple):
     """Notice from a loader to its run.
 
     `kind` is worker (a worker failed), starving (steps wait for data), tuned (the number of workers
-    was found), bad-record (a sample is left out) or data (the iterable contradicts its
-    description).
+    was found), bad-record (a sample is left out) or data (a problem with the iterable).
     """
 
     kind: Literal["worker", "starving", "tuned", "bad-record", "data"]
@@ -27,12 +26,13 @@ class LoaderNotice(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderSettings:
-    """Settings of a loader: `workers` of a `kind`, each with `prefetch` microbatches ahead.
+    """Settings of a loader.
 
-    Kind auto is the one that is found to be faster. Batches read ahead take at most `memory_bytes`.
-    A worker that sends nothing for `timeout_s` while the loader waits for it is replaced. With 0
-    workers, each step reads its samples itself. With `most`, the loader finds the number of
-    workers, up to `most`, during the run.
+    It has `workers` workers of type `kind`; "auto" is the faster type. Each worker reads `prefetch`
+    microbatches ahead. All batches read ahead take at most `memory_bytes`. A worker that sends
+    nothing for `timeout_s` seconds while the loader waits for it is replaced. With 0 workers, each
+    step reads its samples in the main process. If `most` is not 0, the loader searches for the best
+    number of workers, up to `most`, during the run.
     """
 
     workers: int = 0

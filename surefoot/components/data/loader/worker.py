@@ -1,6 +1,6 @@
-"""Worker process: reads the samples requested through its pipe into slots.
+"""Worker process that reads requested samples into slots of shared memory.
 
-It ends when the pipe is closed or its parent dies.
+Requests arrive through a pipe. The process ends when the pipe is closed or its parent dies.
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ def serve(
     inherited: list[Connection],
     of_main: bool,
 ) -> None:
-    """Answer each (serial, slot, epoch, number of ids in the slot) until the pipe is closed.
+    """Read the samples of each request from the pipe, and send an answer, until the pipe is closed.
 
-    An answer is (serial, slot, seconds, position of the batch, problem, whether the batch was read
-    but cannot be sent). `of_main` is whether the main thread of `parent` started this process: the
-    kernel kills a process together with the thread that started it.
+    A request is (serial, slot, epoch, number of ids in the slot). An answer is (serial, slot,
+    seconds, position of the batch, problem, whether the batch was read but cannot be sent).
+    `of_main` is True if the main thread of `parent` started this process. Only then can the kernel
+    be told to kill this process when its parent dies: the kernel kills it as soon as the thread
+    that started it ends.
     """
     for name, what in (
         ("SIGINT", signal.SIG_IGN),
@@ -68,7 +70,11 @@ def serve(
 
 
 def _read(reader: Reader, epoch: int, ids: Any, slot: Slot) -> tuple[Any, str | None, bool]:
-    """Return the position of the batch, or the traceback and whether the batch is unsendable."""
+    """Read samples, and write the batch into a slot.
+
+    Returns the position of the batch, the traceback of an exception or None, and whether the batch
+    was read but cannot be sent.
+    """
     is_read = False
     try:
         read = reader(epoch, ids)

@@ -1,4 +1,4 @@
-"""Shards on a server or in an object store: downloaded whole into a bounded cache, or streamed.
+"""Shards on a server or in an object store, downloaded into a limited cache or streamed.
 
 Each downloaded shard is verified against its digest.
 """

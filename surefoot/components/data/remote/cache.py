@@ -1,11 +1,13 @@
-"""Shard cache, bounded in bytes and shared by processes; least recently used shards go first.
+"""Cache of shards, limited in bytes and shared by processes.
 
-A shard in use is never evicted. Processes coordinate with file locks (flock), which end with their
-process, however it ends: an open shard has a shared lock, a draft that is being written an
-exclusive lock, and space is freed under the lock of the whole cache. All bytes of a draft are
-allocated before its download starts, so that a full disk is reported first; the draft gets its name
-when it is complete, verified and synced. A draft without a lock was left by a killed process, and
-is removed.
+The least recently used shards are evicted first; a shard in use is never evicted. Processes
+coordinate with file locks (flock), which the system releases when a process ends for any reason. An
+open shard has a shared lock. A draft, which is a shard that is being downloaded, has an exclusive
+lock. Space is freed under a lock on the whole cache.
+
+All bytes of a draft are allocated before its download starts, so that a full disk is reported
+first. The draft is renamed when it is complete, verified and synced. A draft without a lock was
+left by a killed process, and is removed.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ Fill = Callable[[BinaryIO], None]  # writes all bytes of a shard, and raises if 
 
 @contextmanager
 def file_lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on `path`; other threads and processes wait for it."""
+    """Lock the file `path` exclusively during the block.
+
+    If another thread or process has the lock, wait for it.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -39,7 +44,7 @@ def file_lock(path: Path) -> Iterator[None]:
 
 
 class Cache:
-    """Shards below `folder`, at most `most_bytes` of them in total.
+    """Cache of shards below `folder`, which have at most `most_bytes` bytes in total.
 
     Raises DataError for a folder that cannot be written.
     """
@@ -52,10 +57,11 @@ class Cache:
                 self._sweep()
 
     def open(self, path: Path, size: int, fill: Fill, *, wait_s: float = ROOM_WAIT_S) -> int:
-        """Return a descriptor of the shard; `fill` downloads the shard first if it is missing.
+        """Return a file descriptor of a shard; if it is missing, `fill` downloads it first.
 
-        The shard is in use until the descriptor is closed. Raises DataError if there is no room for
-        the shard or the disk is full, and what `fill` raises.
+        The shard is not evicted until the descriptor is closed. Raises what `fill` raises, and
+        DataError if the disk is full, or if the cache has no space for the shard within `wait_s`
+        seconds.
         """
         if size > self.most_bytes:
             raise DataError(
@@ -74,7 +80,7 @@ class Cache:
                 self._make(path, size, fill, wait_s)
 
     def discard(self, path: Path) -> None:
-        """Remove a shard; a process that has the shard open can continue to read it."""
+        """Remove a shard from the cache. A process that has it open can continue to read it."""
         with suppress(FileNotFoundError), _as_data_error(path):
             path.unlink()
 
@@ -118,9 +124,9 @@ class Cache:
                 raise
 
     def _reserve(self, file: BinaryIO, draft: Path, size: int, wait_s: float) -> None:
-        """Make room for the draft by evicting old shards, and allocate its bytes on the disk.
+        """Evict old shards to make space for a draft, and allocate its bytes on the disk.
 
-        Raises DataError if too many shards are in use.
+        Raises DataError if too many shards are in use for `wait_s` seconds.
         """
         until_s = time.monotonic() + wait_s
         while True:
@@ -142,7 +148,10 @@ class Cache:
             time.sleep(0.05)
 
     def _evict(self, size: int) -> int:
-        """Evict unused shards, the oldest first; return the bytes that are still too many."""
+        """Evict unused shards, the least recently used first, to make space for `size` bytes.
+
+        Returns the bytes that are still missing; 0 or less means that there is enough space.
+        """
         shards: list[tuple[int, int, Path]] = []
         used = size
         for path in self._files():
@@ -174,7 +183,7 @@ class Cache:
 
 
 def path_of(draft: Path) -> str:
-    """Return the name of the shard that a draft becomes."""
+    """Return the file name that a draft gets when its shard is complete."""
     return draft.name.removeprefix(DRAFT)
 
 
@@ -186,7 +195,7 @@ def _is_named(file: BinaryIO, path: Path) -> bool:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Remove a file that no process has locked; return whether it was removed."""
+    """Remove a file unless a process has locked it; return whether it was removed."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -203,7 +212,7 @@ def _remove_unused(path: Path) -> bool:
 
 @contextmanager
 def _as_data_error(path: Path) -> Iterator[None]:
-    """Convert an OSError to a DataError."""
+    """Convert an OSError in the block to a DataError about `path`."""
     try:
         yield
     except OSError as error:

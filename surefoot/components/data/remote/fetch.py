@@ -1,9 +1,9 @@
-"""Download of a remote file piece by piece; a failed transfer resumes where it broke off.
+"""Download of a remote file in pieces; after a failure, it resumes at the piece that failed.
 
-Each piece is a separate range request, so that a failure costs one piece. A server that does not
-support ranges sends the whole file each time, from which the missing part is taken. Waits double
-and are random (equal jitter: M. Brooker, "Exponential Backoff And Jitter", 2015), so that a
-thousand readers do not return at once. A refusal (4xx, no permission, not found) is raised at once.
+Each piece is a separate range request. A server that does not support ranges sends the whole file
+each time, from which the missing piece is taken. The waits between tries double, and are random
+(equal jitter: M. Brooker, "Exponential Backoff And Jitter", 2015), so that many readers do not
+retry at the same time. A permanent error (4xx, no permission, not found) is raised at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Retry settings of a request.
+    """Retry settings of a request to a server.
 
-    A request is for 8 MiB; for the whole shard if the server does not support ranges.
+    A request is for 8 MiB of a shard, or for the whole shard if the server does not support ranges.
 
     Args:
-        tries: Number of tries.
+        tries: Maximum number of tries.
         first_wait_s: Longest wait before the second try, in seconds; it doubles with each further
             try.
         longest_wait_s: Upper limit of a wait, in seconds.
@@ -46,7 +46,8 @@ class RetryPolicy:
 class Far:
     """Remote file.
 
-    Raises DataError if it cannot be read, MissingExtra if packages are not installed.
+    Its methods raise DataError if it cannot be read, and MissingExtra if a package is not
+    installed.
     """
 
     def __init__(self, place: ShardUrl, patience: RetryPolicy) -> None:
@@ -69,7 +70,7 @@ class Far:
         return size
 
     def pieces(self, size: int) -> Iterator[bytes]:
-        """Yield the `size` bytes of the file in pieces, in order."""
+        """Yield the file, which has `size` bytes, in consecutive pieces."""
         at = 0
         while at < size:
             piece = self._piece(at, min(at + PIECE_BYTES, size), size)
@@ -105,10 +106,10 @@ class Far:
         return piece[start:] if len(piece) == size else piece
 
     def _retry(self, ask: Callable[[Any, str], T], lengths: Sequence[int] = ()) -> T:
-        """Return `ask(file system, path)`, which is called again after transient errors.
+        """Return `ask(file system, path)`, with new tries after transient errors.
 
-        A result whose length is not in `lengths` is requested again, too. Raises DataError when all
-        tries failed.
+        If `lengths` is given, a result of any other length also causes a new try. Raises DataError
+        if all tries fail, and at once for a permanent error.
         """
         with require_package(
             "tenacity", "tenacity", extra=EXTRA, needed_for=f"reading {self.place.shown}"
@@ -138,7 +139,10 @@ class Far:
             raise DataError(f"{self.place.shown} cannot be fetched: {reason}", hint=hint) from error
 
     def _open(self) -> tuple[Any, str]:
-        """Return the file system that fsspec caches for this process, and the path in it."""
+        """Return the fsspec file system of the URL, and the path of the file in it.
+
+        fsspec caches file systems per process.
+        """
         what = f"reading {self.place.shown}"
         with require_package("fsspec", "fsspec", extra=EXTRA, needed_for=what):
             import fsspec
@@ -167,7 +171,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error or of one of its causes; None without one."""
+    """Return the HTTP status of an error or of one of its causes; None if there is none."""
     for each in _causes(error):
         status = getattr(each, "status", None)
         response = getattr(each, "response", None)
@@ -179,9 +183,10 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_mendable(error: BaseException) -> bool:
-    """Return whether another try may succeed.
+    """Return whether a new try may succeed after this error.
 
-    It may not after a refusal by HTTP, a missing file or permission, or an error of surefoot.
+    It cannot succeed after most HTTP statuses 4xx, a missing file or permission, or an error of
+    surefoot.
     """
     status, last = _status(error), list(_causes(error))[-1]
     if isinstance(error, SurefootError) or not isinstance(error, Exception):
@@ -202,7 +207,7 @@ def _is_absent(error: BaseException) -> bool:
 
 
 class Stream(io.RawIOBase):
-    """Remote file that is read sequentially, without a copy on disk."""
+    """File object that reads a remote file sequentially, without a copy on disk."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces, self._left = pieces, memoryview(b"")

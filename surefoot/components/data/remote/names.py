@@ -1,4 +1,4 @@
-"""URLs of shards: brace patterns, accepted schemes, and the part of a URL that may be shown."""
+"""URLs of shards: brace patterns, supported schemes, and removal of secrets from a URL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIKE_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)|pipe:")
 def is_url(text: object) -> bool:
     """Return whether `text` names something other than a local file.
 
-    `pipe:` and schemes that are refused count as well.
+    It may be a URL with any scheme, even if this scheme is not supported, or begin with `pipe:`.
     """
     return isinstance(text, str) and LIKE_URL.match(text) is not None
 
@@ -31,8 +31,8 @@ def is_url(text: object) -> bool:
 class ShardUrl:
     """URL of one shard.
 
-    `shown` is the URL without user, password and query, which may hold secrets; `name` is the last
-    part of its path.
+    `shown` is the URL without user, password and query, which may contain secrets. `name` is the
+    last component of its path.
     """
 
     url: str
@@ -40,7 +40,7 @@ class ShardUrl:
     name: str
 
     def sibling_url(self, name: str) -> ShardUrl:
-        """Return the URL of another file in the same folder, with the same query."""
+        """Return the URL of the file `name` in the same folder, with the same query."""
         base, mark, query = (
             self.url.partition("?") if self.url.startswith("http") else (self.url, "", "")
         )
@@ -52,10 +52,10 @@ class ShardUrl:
 
 
 def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
-    """Return the shards that the URLs name, sorted by name.
+    """Expand patterns such as `{000..099}` and `{a,b}` in URLs; return the shards, sorted by name.
 
-    Patterns such as `{000..099}` and `{a,b}` are expanded. Raises DataError for a scheme that is
-    not accepted, for names that are not plain, for duplicates, and for shards of several folders.
+    Raises DataError for a scheme that is not supported, for names with characters other than
+    letters, digits, '.', '_' and '-', for duplicates, and for shards in several folders.
     """
     given = [urls] if isinstance(urls, str) else list(urls)
     places = sorted(
@@ -68,7 +68,7 @@ def find_places(urls: str | Sequence[str]) -> list[ShardUrl]:
 
 
 def check_set(names: Sequence[str], folders: Collection[str | Path]) -> None:
-    """Raise DataError unless the shards, one or more, are in one folder and each is given once."""
+    """Raise DataError unless there is a shard, all are in one folder, and no name is repeated."""
     if not names:
         raise DataError("no shard is given", hint="give one shard or more")
     if len(folders) != 1:
@@ -82,7 +82,7 @@ def check_set(names: Sequence[str], folders: Collection[str | Path]) -> None:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the texts that a pattern with braces stands for, as in bash.
+    """Expand the braces in a pattern, as bash does; return all resulting texts.
 
     >>> expand("s3://b/{08..10}-{a,b}.tar")[:3]
     ['s3://b/08-a.tar', 's3://b/08-b.tar', 's3://b/09-a.tar']

@@ -1,4 +1,7 @@
-"""Set of remote shards: each is downloaded whole and verified on request; the next in advance."""
+"""Set of remote shards, each downloaded completely and verified when it is requested.
+
+The shards that will be read next are downloaded in advance.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +31,23 @@ DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 
 @final
 class Remote:
-    """Shards by URL, to be given to `Tars` in place of paths.
+    """Set of remote shards by URL, which `Tars` accepts in place of paths.
 
     Example: `Remote("s3://bucket/train-{000..099}.tar", cache_bytes="20 GiB")`.
 
     Args:
         urls: One URL or several; patterns such as {000..099} and {a,b} are expanded.
         cache: Folder of the downloaded shards (default: $XDG_CACHE_HOME/surefoot/remote).
-        cache_bytes: Most bytes of downloaded shards, as a number or a text such as "20 GiB".
+        cache_bytes: Maximum total size of the downloaded shards, as a number or a text such as "20
+            GiB".
         ahead: Number of following shards that are downloaded in advance.
-        digests: SHA-256 (hex) of shards, by name. Each shard is verified against this digest, else
-            that in an index or a list SHA256SUMS next to the shards, else that of the first
-            download.
+        digests: SHA-256 (hex) of shards, by name; by default, those in a file SHA256SUMS next to
+            the shards. A shard without such a digest is verified against the digest in the index
+            next to the shards, or if there is none, against that of its first download.
         patience: Retry settings of each request; None for `RetryPolicy()`.
 
     Raises:
-        DataError: For URLs that are not accepted, invalid digests, and sizes out of bounds.
+        DataError: For URLs that are not supported, invalid digests, and sizes out of bounds.
     """
 
     _lock: threading.Lock
@@ -88,18 +92,18 @@ class Remote:
         return [place.name for place in self.places]
 
     def path(self, number: int) -> Path:
-        """Return the path of the shard while it is in the cache."""
+        """Return the path of a shard in the cache. The file exists only while it is cached."""
         return self.folder / self.places[number].name
 
     def know(self, sizes: Sequence[int], digests: Sequence[str]) -> None:
-        """Set the size and the digest of every shard, as an index has them.
+        """Set the expected size and digest of every shard, as an index contains them.
 
-        Shards that are downloaded from now on must match.
+        Shards that are downloaded later must match.
         """
         self._known = dict(enumerate(zip(sizes, digests, strict=True)))
 
     def size(self, number: int) -> int:
-        """Return the bytes of a shard."""
+        """Return the size of a shard in bytes, from the index or else from the server."""
         return (
             self._known[number][0]
             if number in self._known
@@ -107,27 +111,28 @@ class Remote:
         )
 
     def most_open(self, allowed: int) -> int:
-        """Return how many shards one reader may hold open, at most `allowed`.
+        """Return the number of shards that one reader may keep open, at most `allowed`.
 
-        The limit is such that four readers leave room for downloads.
+        They take at most a quarter of the cache (but are at least one), to leave space for
+        downloads and other readers.
         """
         largest = max((size for size, _ in self._known.values()), default=self.cache.most_bytes)
         return max(1, min(allowed, self.cache.most_bytes // (4 * max(1, largest))))
 
     def open(self, number: int) -> int:
-        """Return a descriptor of the shard, which is downloaded first if necessary.
+        """Return a file descriptor of a shard, which is downloaded first if necessary.
 
-        While the descriptor is open the shard stays in the cache. Raises DataError for a shard that
-        cannot be downloaded, or whose digest does not match twice.
+        While the descriptor is open, the shard stays in the cache. Raises DataError for a shard
+        that cannot be downloaded, or whose digest is wrong in two consecutive downloads.
         """
         descriptor = self._open(number)
         self._prefetch(number)
         return descriptor
 
     def expect(self, order: Sequence[int]) -> None:
-        """Set the order in which shards will be read.
+        """Set the order in which the shards will be read.
 
-        After each shard, the next `ahead` shards of the order are downloaded in advance.
+        When a shard is read, the next `ahead` shards of this order are downloaded in advance.
         """
         self._after = {
             number: list(order[place + 1 : place + 1 + self.ahead])
@@ -136,26 +141,26 @@ class Remote:
         self._fetch_ahead(list(order[: self.ahead]))
 
     def stream(self, number: int) -> BinaryIO:
-        """Return the shard as a sequential stream, without a copy on disk.
+        """Return a file object that reads a shard sequentially, without a copy on disk.
 
-        At its end the stream raises DataError if the digest does not match.
+        At the end of the shard, reading raises DataError if the digest does not match.
         """
         return cast(BinaryIO, io.BufferedReader(Stream(self._checked_pieces(number)), 1 << 20))
 
     def read_beside(self, name: str) -> bytes | None:
-        """Return the content of a small file next to the shards; None if there is none."""
+        """Return the content of a small file in the folder of the shards; None if it is missing."""
         return Far(self.places[0].sibling_url(name), self._patience).read_small()
 
     def digest(self, number: int) -> str | None:
-        """Return the digest that the shard must have; None while it is unknown."""
+        """Return the SHA-256 that a shard must have; None if it is not known yet."""
         return self.listed.get(self.places[number].name) or (
             self._known[number][1] if number in self._known else None
         )
 
     def _read_digests(self, given: Mapping[str, str] | None) -> dict[str, str]:
-        """Return the given digests, else those in SHA256SUMS next to the shards.
+        """Return the expected digests: `given`, or if that is None those in the file SHA256SUMS.
 
-        Raises DataError for a digest that is invalid or of no shard.
+        Raises DataError for an invalid digest, and for one whose name is not that of a shard.
         """
         if given is None:
             return parse_sums(self.read_beside(SUMS) or b"")
@@ -191,7 +196,10 @@ class Remote:
             self.cache.discard(self.path(number))
 
     def _fill(self, file: BinaryIO, number: int, size: int) -> None:
-        """Download the shard into `file`; start again, once, if the digest does not match."""
+        """Download a shard into `file`; if the digest does not match, download it once more.
+
+        Raises DataError if the digest does not match again.
+        """
         wanted, found = self.digest(number), ""
         for _ in range(2):
             file.seek(0)
@@ -214,9 +222,10 @@ class Remote:
             raise _another(self.places[number], digest.hexdigest(), wanted)
 
     def _prefetch(self, number: int) -> None:
-        """Download the next shards in advance.
+        """Start to download the shards that follow a shard.
 
-        This happens where `expect` gave an order, or where shards are read in sequence.
+        The next shards are known if `expect` has set an order, or if the shards are read in
+        sequence; otherwise, nothing is downloaded.
         """
         if self._after is not None:
             self._fetch_ahead(self._after.get(number, []))
@@ -250,7 +259,10 @@ class Remote:
 
 
 def parse_sums(content: bytes) -> dict[str, str]:
-    """Return the digests of a list that `sha256sum` wrote, by file name."""
+    """Return the digests in a list that `sha256sum` wrote, by file name.
+
+    Lines in other formats are ignored.
+    """
     found = map(SUM_LINE.fullmatch, content.decode("utf-8", "replace").splitlines())
     return {line[2]: line[1].lower() for line in found if line is not None}
 

@@ -1,1 +1,1 @@
-"""Sources: samples by number, from arrays, token streams, files, torch datasets and iterables."""
+"""Data sources, which return samples by number: arrays, token streams, files, iterables."""

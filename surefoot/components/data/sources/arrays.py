@@ -1,4 +1,4 @@
-"""Rows of arrays: tensors, numpy arrays, memory maps, .npy files."""
+"""Source of the rows of tensors, numpy arrays, memory maps and .npy files."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ NO_NPY = (
 def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     """Return the array as a tensor, without a copy; `what` names the array in errors.
 
-    Raises DataError for dtypes that torch does not have, masked values, tensors without dense
-    memory, and a frame of several dtypes.
+    Raises DataError for a dtype that torch does not support, masked values, a nested, sparse or
+    meta tensor, and a data frame with several dtypes.
     """
     if isinstance(array, Tensor):
         if array.is_nested:
@@ -85,7 +85,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
 
 
 def _hint_for(array: np.ndarray) -> str:
-    """Return a hint for converting an array whose dtype, byte order or strides torch lacks."""
+    """Return a hint for an array whose dtype, byte order or strides torch does not support."""
     if array.dtype.kind in "mM":
         return "give times as numbers: x.astype('int64')"
     if array.dtype.kind in "OSUV":
@@ -102,7 +102,8 @@ def _hint_for(array: np.ndarray) -> str:
 def open_npy(path: str | Path) -> np.ndarray:
     """Return the array of a .npy file as a read-only memory map.
 
-    Raises DataError for a file that is missing, truncated, not .npy, or holds Python objects.
+    Raises DataError for a file that is missing, truncated, not in .npy format, or contains Python
+    objects.
     """
     given = Path(path).expanduser()
     try:
@@ -119,9 +120,9 @@ def open_npy(path: str | Path) -> np.ndarray:
 
 @contextmanager
 def without_readahead(array: ArrayLike) -> Iterator[None]:
-    """Read missing pages of a memory map one by one inside the block.
+    """Disable read-ahead for a memory map inside the block.
 
-    With read-ahead, a few rows of a large map would read up to 8 MiB each.
+    With read-ahead, the system could read up to 8 MiB for each requested row of a large map.
     """
     held: Any = array
     while isinstance(held, np.ndarray):
@@ -137,14 +138,15 @@ def without_readahead(array: ArrayLike) -> Iterator[None]:
 
 
 class Arrays:
-    """Rows of equally long tensors, numpy arrays or memory maps; a row is a sample.
+    """Source of the rows of equally long tensors, numpy arrays or memory maps.
 
     Args:
         *arrays: Arrays by position, whose batches are tuples: `Arrays(images, labels)`.
         **named: Arrays by name, whose batches are dicts: `Arrays(images=..., labels=...)`.
 
     Raises:
-        DataError: For arrays of length 0 or of different lengths, and for arrays given both ways.
+        DataError: If the arrays are empty or have different lengths, or if some are given by
+            position and some by name.
     """
 
     guarantee: Guarantee = "proven"
@@ -180,7 +182,7 @@ class Arrays:
 
     @classmethod
     def of_files(cls, *paths: str | Path, **named: str | Path) -> Arrays:
-        """Return the rows of .npy files, which are memory-mapped.
+        """Create a source of the rows of .npy files, which are memory-mapped.
 
         Example: `Arrays.of_files(images="x.npy", labels="y.npy")`. Raises what `open_npy` raises.
         """

@@ -1,4 +1,4 @@
-"""Digests of batches and data: enough bytes to detect other data, few enough for every batch."""
+"""Digests of batches and data, which detect changed data and are fast enough for every batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from surefoot.core.errors import OtherDataError
 SAMPLED_BYTES = 4096  # of one batch, over all of its tensors
 DIGEST_BYTES = 16
 MAX_DEPTH = 8  # nesting of containers
-MAX_PARTS = 256  # of one container
+MAX_PARTS = 256  # maximum items hashed of one container
 ARRAYS = (Tensor, np.ndarray)
 DIGESTS = ("first", "first_values", "digest", "spot")
 SEED_HINT = "random data need a seed: call torch.manual_seed(0) before the data are created"
@@ -37,9 +37,9 @@ AGAIN_HINT = (
     "state_dict and load_state_dict"
 )
 OTHER_HINT = f"{SEED_HINT}; otherwise {AGAIN_HINT}"
-VALUE_BYTES = 8  # as which a single value counts
-MIN_PARTS = 64  # of a container of containers
-TEXT_CHARACTERS = 64  # of a text in the data
+VALUE_BYTES = 8  # bytes that a single value counts as
+MIN_PARTS = 64  # minimum items hashed of a container of containers
+TEXT_CHARACTERS = 64  # characters hashed of a text in the data
 CONTAINERS = (dict, list, tuple, deque)
 CONTENT = (
     "the content of the data differs from that of the previous attempt (4 KiB at even "
@@ -52,8 +52,8 @@ SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def digest_of(batch: Any) -> bytes:
     """Return a digest (BLAKE2b, 16 bytes) of structure, shapes, dtypes and values of a batch.
 
-    Of the values, 4 KiB at even strides are hashed. Tensors on a device other than the CPU count by
-    shape and dtype alone, since reading them would wait for the device.
+    About 4 KiB of the values, at even strides, are hashed. Of a tensor that is not on the CPU, only
+    shape and dtype are hashed, because reading its values would wait for the device.
     """
     taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
     parts: list[Any] = []
@@ -72,9 +72,9 @@ def digest_of(batch: Any) -> bytes:
 
 
 class ReadingDifference(NamedTuple):
-    """Difference between a second reading and the first, and what to do about it.
+    """Difference between two readings of the same batches, and a hint what to do.
 
-    With `same_samples` only the values of the samples differ.
+    If `same_samples` is True, both readings have the same samples, but with different values.
     """
 
     what: str
@@ -83,22 +83,25 @@ class ReadingDifference(NamedTuple):
 
 
 def chain(before: bytes, item: bytes) -> bytes:
-    """Return the digest of a sequence from `before`, that of all earlier items, and `item`."""
+    """Return the digest of a sequence that is extended by `item`.
+
+    `before` is the digest of the sequence without it.
+    """
     return hashlib.blake2b(before + item, digest_size=DIGEST_BYTES).digest()
 
 
 def digest_of_ids(ids: Iterable[Any]) -> bytes:
-    """Return a digest of the indices of a batch, in their order."""
+    """Return a digest of the sample indices of a batch, in their order."""
     return hashlib.blake2b(repr(tuple(ids)).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 @dataclass(eq=False)
 class PassDigest:
-    """Digests of the `count` batches of an epoch, for comparison with a second reading.
+    """Digests of the first `count` batches of an epoch, for comparison with a second reading.
 
-    `digest` covers all batches: their sample numbers where these are known, else the batches
-    themselves. Where samples are known, `spot` is the digest of the contents of batch
-    `spot_number`, computed every few batches.
+    `digest` covers all of these batches: their sample indices if these are known, otherwise their
+    contents. If the indices are known, `spot` is in addition a digest of the contents of batch
+    `spot_number`. It is updated for each of the first 8 batches, and then for every eighth batch.
     """
 
     count: int = 0
@@ -109,9 +112,10 @@ class PassDigest:
     spot: bytes = b""
 
     def add(self, batch: Any, samples: Iterable[Any] | None, *, spots: bool = True) -> bytes:
-        """Add the next batch and return its digest; `samples` is None if they are unknown.
+        """Add the next batch, and return its digest.
 
-        Without `spots`, the contents of batches with known samples are not hashed.
+        `samples` are its sample indices, or None if they are unknown. If `spots` is False, the
+        contents of batches with known indices are not hashed.
         """
         digest = digest_of(batch) if samples is None else digest_of_ids(samples)
         if self.count == 0:
@@ -130,10 +134,13 @@ class PassDigest:
     def compare(
         self, before: PassDigest, *, knows_samples: bool, values: bool = True
     ) -> ReadingDifference | None:
-        """Return how this second reading of an epoch differs from the first, or None.
+        """Compare this second reading of an epoch with the first; return the difference, or None.
 
-        Both readings must cover the same number of batches. Without `values`, the contents of the
-        first batch alone are compared, since the random states in between are unknown.
+        Both readings must cover the same number of batches. If `knows_samples` is True, the sample
+        indices of all batches are compared, and the contents of one of them. Otherwise, the
+        contents of all batches are compared. `values` is False if the random states of the batches
+        are unknown. Then contents are not compared, except those of the first batch if the indices
+        are unknown.
         """
         if not values and not knows_samples:
             what = (
@@ -168,7 +175,10 @@ class PassDigest:
         return None
 
     def compare_first(self, before: PassDigest) -> ReadingDifference | None:
-        """Return how the first batch of a finished epoch, read again, differs, or None."""
+        """Compare the first batch of a finished epoch with that of `before`, the first reading.
+
+        Returns the difference, or None if there is none.
+        """
         if self.first != before.first:
             return ReadingDifference(
                 (
@@ -189,7 +199,7 @@ class PassDigest:
         return None
 
     def as_state(self) -> dict[str, Any]:
-        """Return the digests in a form that JSON can hold."""
+        """Return the digests as a dict that can be stored as JSON."""
         texts = {name: getattr(self, name).hex() for name in DIGESTS}
         return {"count": self.count, "spot_number": self.spot_number, **texts}
 
@@ -200,9 +210,10 @@ class PassDigest:
 
 
 def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
-    """Add the tensors and arrays of a batch to `found` in order, and a text for all else.
+    """Add the tensors and arrays of a batch to `found`, in order, and texts for everything else.
 
-    Texts stand for the structure, numbers, strings and the contents of other objects.
+    A text describes the structure of a container, a number, a string or the content of any other
+    object.
     """
     if isinstance(batch, ARRAYS):
         if isinstance(batch, np.ndarray) and batch.dtype == object:
@@ -215,7 +226,7 @@ def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
             found.append(batch)
     elif isinstance(batch, str | bytes | int | float | complex | np.generic | enum.Enum | None):
         found.append(repr(batch))
-    elif isinstance(batch, os.PathLike):  # its other attributes are filled as they are asked for
+    elif isinstance(batch, os.PathLike):  # its other attributes are computed on access
         found.append(f"{type(batch).__name__} {os.fspath(batch)!r}")
     elif depth >= MAX_DEPTH:
         found.append(type(batch).__name__)
@@ -242,14 +253,17 @@ def _find_parts(batch: Any, found: list[Any], depth: int) -> None:
 
 
 def _find_all(parts: Iterable[Any], found: list[Any], depth: int) -> None:
-    """Add the parts to `found`; of more than MAX_PARTS some at even strides."""
+    """Add the items of a container to `found`; if it has too many, add some at even strides.
+
+    The maximum is MAX_PARTS.
+    """
     held = parts if isinstance(parts, list | tuple) else list(parts)
     for part in held[:: max(1, -(-len(held) // MAX_PARTS))]:
         _find_parts(part, found, depth + 1)
 
 
 def _dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Return the dense tensors of a sparse or nested tensor; none if its kind hides them."""
+    """Return the dense tensors inside a sparse or nested tensor; [] if it does not expose them."""
     try:
         if tensor.is_nested:
             return list(tensor.unbind())
@@ -289,11 +303,12 @@ def _as_array(tensor: Tensor) -> np.ndarray:
 
 
 def digest_of_content(data: Any) -> str:
-    """Return a digest, as hex, of about 4 KiB at even strides of what a dataset holds in memory.
+    """Return a digest, as hex, of about 4 KiB at even strides of the data in a dataset's memory.
 
-    Tensors, arrays, and the values in lists, tuples and dicts count, in attributes of the dataset
-    and of the datasets inside. Settings (single values), caches (by their name), and the folders of
-    paths do not count: they may differ between two attempts over the same data.
+    The digest covers tensors, arrays, and the values in lists, tuples and dicts, in attributes of
+    the dataset and of the datasets inside it. It does not cover settings (single values),
+    attributes with `cache` in their name, and the folders of paths: these may differ between two
+    attempts with the same data.
     """
     taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
     _add_value(
@@ -306,20 +321,26 @@ def digest_of_content(data: Any) -> str:
 
 
 def compare_content(now: str | None, before: str | None) -> ReadingDifference | None:
-    """Return a difference if the content has changed; None if no earlier digest is known."""
+    """Return the difference between two digests of the data's content.
+
+    Returns None if they are equal, or if one of them is unknown.
+    """
     return (
         None if now is None or before in (None, now) else ReadingDifference(CONTENT, CONTENT_HINT)
     )
 
 
 def check_content(source: Any, before: str | None) -> None:
-    """Raise OtherDataError if the content of a source has changed since a checkpoint was saved."""
+    """Raise OtherDataError if the content of a source has changed since a checkpoint was saved.
+
+    `before` is the digest in the checkpoint, None if it has none.
+    """
     if (found := compare_content(getattr(source, "content_digest", None), before)) is not None:
         raise OtherDataError(found.what, hint=found.hint)
 
 
 def _add_value(taken: Any, value: Any, share: int, depth: int) -> None:
-    """Add up to `share` values of an object to the digest."""
+    """Add up to `share` values of an object to the hash `taken`."""
     if isinstance(value, np.ndarray) and value.dtype == object:
         value = value.ravel().tolist()
     if isinstance(value, Tensor | np.ndarray):
@@ -379,7 +400,7 @@ def _is_content(name: str, value: Any) -> bool:
 
 
 def _without_folder(text: Any) -> Any:
-    """Return a text without the folder of an absolute path: data may have been moved."""
+    """Return the file name of a path, since data may have been moved; other values unchanged."""
     if isinstance(text, PurePath):
         return text.name
     return text.rpartition("/")[2] if isinstance(text, str) and text.startswith("/") else text

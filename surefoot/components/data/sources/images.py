@@ -1,4 +1,4 @@
-"""Folders of images with one subfolder per class: images by number, decoded when they are read."""
+"""Source of images in folders, one per class; images are decoded when they are read."""
 
 # B batch, H height, W width
 
@@ -23,7 +23,7 @@ from surefoot.core.place import whole_path
 
 
 class ImageFolder:
-    """Images in one subfolder per class: `folder/cat/1.jpg` is an image of the class `cat`.
+    """Source of images in one subfolder per class: `folder/cat/1.jpg` has the class `cat`.
 
     A batch is a dict of `images` (B, H, W, 3) uint8 and `labels` (B,) int64. Classes are numbered
     in the order of their names, and `classes` contains these names. Images may also be in deeper
@@ -34,11 +34,11 @@ class ImageFolder:
         folder: The folder that contains the subfolders.
         transform: Function of the dict of each sample, called before batching, for example to bring
             images to one size.
-        follow_links: Follow links, wherever they lead; otherwise they are refused.
+        follow_links: Follow symbolic links, even out of the folder; otherwise, a link is an error.
 
     Raises:
-        DataError: For a folder without classes, a class without images, any other file, and, on
-            reading, images that are damaged, too large or of different sizes.
+        DataError: For a folder without classes, a class without images, and any file that is not an
+            image. On reading, for images that are damaged, too large or of different sizes.
     """
 
     guarantee: Guarantee = "proven"
@@ -104,13 +104,13 @@ class ImageFolder:
         )
 
     def label(self, number: int) -> int:
-        """Return the class index of an image."""
+        """Return the class index of the image with this number."""
         return self._labels[number]
 
     def content(self, number: int) -> Sample:
-        """Return the bytes of an image file.
+        """Return the bytes of the file of the image with this number, as a sample.
 
-        Raises DataError if its size has changed since the folder was searched.
+        Raises DataError if the size of the file has changed since the folder was listed.
         """
         name, size = self.names[number], self.sizes[number]
         try:
@@ -153,9 +153,10 @@ def _find_classes(folder: Path, follow_links: bool) -> list[str]:
 def _find_images(
     folder: Path, below: str, follow_links: bool, above: tuple[str, ...]
 ) -> Iterator[tuple[str, int]]:
-    """Yield the name and the bytes of each image below a folder.
+    """Yield the name and the size in bytes of each image below the folder `below`.
 
-    `above` are the real paths of the folders that contain it, since links can form a circle.
+    `above` are the real paths of its parent folders, to detect cycles of links. Names are relative
+    to `folder`.
     """
     real = os.path.realpath(folder / below)
     if real in above:

@@ -1,4 +1,4 @@
-"""Iterable of whole batches as a source: read sequentially, and replayed to resume."""
+"""Source of an iterable of whole batches, which is read sequentially and replayed to resume."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Streams = Callable[[int], AbstractContextManager[None]]
 
 
 class BatchRead(NamedTuple):
-    """Batch of an epoch: its sample numbers, or four 32-bit numbers of a digest if unknown."""
+    """Position of a batch and its sample indices (if unknown: a digest as four 32-bit numbers)."""
 
     epoch: int
     number: int
@@ -40,7 +40,7 @@ class BatchRead(NamedTuple):
 
 @dataclass(eq=False)
 class _EpochState:
-    """State at the start of an epoch, and digests of its batches so far."""
+    """State at the start of an epoch, and digests of the batches that were read in it."""
 
     epoch: int = 0
     # states of the data's generators, see Watched.generators
@@ -70,21 +70,21 @@ class _EpochState:
 
 
 class Iterated:
-    """Iterable or DataLoader of whole batches; sample i is batch i.
+    """Source of the batches of an iterable or a DataLoader; sample i is batch i.
 
-    It is therefore trained with `batch = 1`, unshuffled. It can only be read sequentially: to
-    resume at batch k, the first k batches are read again (*replayed*) with the random states with
-    which the epoch started, and compared with digests of the first reading. OtherDataError
-    describes a difference. The states of the generators of the loader and its dataset are saved;
-    the global random states are computed from the seed, the epoch and the index of the batch.
+    It is therefore trained with `batch = 1`, unshuffled. It can only be read sequentially. To
+    resume at batch k, the first k batches are read again (*replayed*), with the random states of
+    the first reading, and compared with its digests. Different samples raise OtherDataError. The
+    states of the generators of the loader and its dataset are saved; the global random states are
+    computed from the seed, the epoch and the index of the batch.
 
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
     instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
 
     Args:
         iterable: Iterable that restarts each time it is iterated.
-        num_batches: Batches of an epoch; None ends an epoch where the iterable ends, and reports a
-            batch beyond its length.
+        num_batches: Batches per epoch; None for the length of the iterable. In this case, a notice
+            reports any batch beyond the length.
 
     Raises:
         DataError: For an iterator or no batches; on reading, if the iterable ends too early.
@@ -141,11 +141,11 @@ class Iterated:
 
     @property
     def promise(self) -> Any:
-        """Facts about an epoch that the ledger may check: `contract.loop_ledger.LoopGuarantee`."""
+        """Guarantees about the samples of an epoch, a `contract.loop_ledger.LoopGuarantee`."""
         return self._watched.promise
 
     def read(self, ids: np.ndarray) -> Batch:
-        """Read the requested batch of this epoch; after its last batch, of the next epoch."""
+        """Read the requested batch of the current epoch, or of the next one if it has ended."""
         number = _single_id(ids)
         epoch = 0 if self._pass is None else self._pass.epoch
         return self._read(
@@ -156,18 +156,18 @@ class Iterated:
         )
 
     def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _EpochSource:
-        """Return a reader of an epoch; `streams(k)` sets the global random states for batch k.
+        """Return a reader of an epoch; `streams(k)` is a context with the random states of batch k.
 
-        The caller sets the states for the batch that is read; the reader sets them for earlier
-        batches that are replayed. With `keep`, the next read returns batch 0 again: a check before
-        a run must not consume it.
+        The caller enters the context of the batch that it reads; the reader enters those of earlier
+        batches that are replayed. With `keep`, reading batch 0 does not consume it, as a check
+        before a run requires: the next read returns batch 0 again.
         """
         return _EpochSource(self, epoch, streams, keep)
 
     def count_samples(self, epoch: int, number: int, batch: Batch) -> int | None:
         """Return the number of samples in a batch that was read; None if it is unknown.
 
-        It is the number that the DataLoader drew for the batch, else that of the batch's structure.
+        It is the number of indices that the DataLoader drew, or else what `size_of(batch)` returns.
         """
         return self._sizes.get((epoch, number)) or size_of(batch)
 
@@ -213,7 +213,7 @@ class Iterated:
                 self._draw()
 
     def _begin(self, epoch: int, number: int) -> None:
-        """Start an epoch, at the last known state before `number` if there is one.
+        """Start an epoch at the last saved state up to batch `number`, or else at batch 0.
 
         An epoch that is started again begins with the random states of its first start.
         """
@@ -231,7 +231,7 @@ class Iterated:
             self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
 
     def _iterate_from_known_state(self, epoch: int, number: int) -> tuple[int, Any]:
-        """Return the batches drawn at the last known state up to `number`, and the state.
+        """Return the number of batches before the last saved state up to `number`, and the state.
 
         The state is NOTHING if the epoch starts without one.
         """
@@ -292,7 +292,7 @@ class Iterated:
         return copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
-        """Let the iterable reach its end, as a `for` loop would; report a surplus batch."""
+        """Run the iterable to its end, as a `for` loop would, and report a surplus batch."""
         assert self._pass is not None
         extra = NOTHING
         # an error after the last batch does not concern the epoch
@@ -334,7 +334,7 @@ class Iterated:
     def state_dict(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 
-        It has the start of this epoch, digests of its batches, and the last states of the iterable.
+        It has the start of this epoch, digests of its batches, and recent states of the iterable.
         """
         current = {} if self._pass is None else {"pass": self._pass.as_state()}
         now = self._watched.generator_states()
@@ -380,7 +380,7 @@ class Iterated:
         self._expected = _EpochState.from_state(current)
 
     def _is_beginning_of(self, saved: _EpochState) -> bool:
-        """Return whether the epoch that a check started is the epoch that is resumed.
+        """Return whether the epoch that a check started is the epoch `saved` in a checkpoint.
 
         If so, reading continues in it, since a restarted epoch may have a different order.
         """
@@ -390,7 +390,7 @@ class Iterated:
         return sign_state(mine.generators) == sign_state(saved.generators)
 
     def forget_states(self) -> None:
-        """Stop saving the state of the iterable, which no checkpoint can hold; replay to resume."""
+        """Stop saving the iterable's state, which no checkpoint can store; replay it to resume."""
         self._has_state = False
         self._states.clear()
         if self._pass is not None:
@@ -407,7 +407,7 @@ class Iterated:
     def keep_generators(self) -> Iterator[None]:
         """Restore the states of the loader's generators at the end of the block.
 
-        Another loader may draw from the same generators.
+        A different loader may draw from the same generators.
         """
         states = self._watched.generator_states()
         try:
@@ -418,7 +418,7 @@ class Iterated:
     def seek(self, epoch: int, number: int, streams_of: Callable[[int], Streams]) -> None:
         """Advance to batch `number` of `epoch`; compare replayed batches with the first reading.
 
-        Raises OtherDataError for a difference.
+        Raises OtherDataError for different samples; if only their values differ, adds a notice.
         """
         expected, self._expected = self._expected, None
         if expected is None or self._has_state:
@@ -441,7 +441,7 @@ class Iterated:
     def _compare_first(self, expected: _EpochState, streams: Streams) -> ReadingDifference | None:
         """Read the first batch of a finished epoch again, and compare it with the first reading.
 
-        The comparison shows whether the finished epoch could be read again.
+        The comparison shows whether the epoch can be reproduced.
         """
         current = self._pass if self._first is not None else None
         first = self._begun if current is None else (current.epoch, current.seen)
@@ -490,7 +490,7 @@ def copy_of(batch: Batch) -> Batch:
 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two states are of the same position in an epoch."""
+    """Return whether two states are of the same epoch, with the same digests of its batches."""
     return bool(one["epoch"] == other["epoch"] and one["seen"] == other["seen"])
 
 

@@ -1,9 +1,8 @@
-"""Whole documents packed into rows of one length, and the attention mask that separates them.
+"""Packing of whole documents into rows of one length, and the mask that separates them.
 
 The packing is best-fit decreasing over the histogram of lengths (M. Krell et al., "Efficient
-Sequence Packing without Cross-contamination", 2021): it uses the number of documents of each
-length, not each document, so that its time depends on the length of a row and hardly on the number
-of documents.
+Sequence Packing without Cross-contamination", 2021). It uses only the number of documents of each
+length. Its time therefore depends on the length of a row, and hardly on the number of documents.
 """
 
 # B batch, T tokens of a row, N pieces of documents, R rows
@@ -40,19 +39,19 @@ NO_DOCUMENT = -1  # document index of padding
 
 
 class Packed:
-    """Documents of one stream, packed into rows of `length`: four int64 tensors (B, T).
+    """Source of rows of `length` tokens, into which the documents of a stream are packed.
 
-    The tensors of a batch are:
+    A batch is a dict of four int64 tensors (B, T):
 
     - `inputs`: token ids; 0 at padding.
     - `targets`: the next tokens; -100 at padding and at the last token of a document.
-    - `positions`: numbers that start at 0 in every document.
-    - `documents`: the index of the document in its row; -1 at padding. `block_diagonal` makes the
-      attention mask from them.
+    - `positions`: position of each token in its document (or piece), from 0; 0 at padding.
+    - `documents`: index of the document (or piece) in its row; -1 at padding. `block_diagonal`
+      makes the attention mask from these indices.
 
-    Documents longer than a row are split into pieces that do not attend to each other; every token
-    except the first of a document is still a target once. Documents of one token contain nothing
-    to predict and are left out.
+    A document longer than a row is split into pieces that do not attend to each other. Still, every
+    token except the first of a document is a target once. Documents of one token are left out,
+    since they contain nothing to predict.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.
@@ -61,8 +60,8 @@ class Packed:
         length: Tokens of a row (T).
 
     Raises:
-        DataError: For offsets that do not increase from 0 to the end of the stream, a length under
-            1, and if no document is left.
+        DataError: If the offsets do not increase from 0 to the end of the stream, if the length is
+            under 1, or if no document has 2 tokens.
     """
 
     guarantee: Guarantee = "proven"
@@ -95,7 +94,7 @@ class Packed:
 
     @property
     def efficiency(self) -> float:
-        """Share of real tokens among all tokens of the rows."""
+        """Share of real tokens, which are not padding, among all tokens of the rows."""
         return self.num_tokens / (len(self) * self._length)
 
     def __len__(self) -> int:
@@ -136,9 +135,10 @@ class Packed:
 
 
 class TokenFile:
-    """Memory-mapped file of tokens: `TokenFile("train.bin", 1024)` reads windows like `Tokens`.
+    """Source of windows of the tokens in a memory-mapped file: `TokenFile("train.bin", 1024)`.
 
-    With `end` or `offsets`, whole documents are packed, as `Packed` does.
+    The windows are like those of `Tokens`. With `end` or `offsets`, whole documents are packed into
+    rows instead, as `Packed` does.
 
     Args:
         path: The file: .npy, or little-endian numbers of `dtype` and nothing else.
@@ -149,7 +149,7 @@ class TokenFile:
             `find_documents` returns offsets that can be stored.
 
     Raises:
-        DataError: For files in other formats, and for both `end` and `offsets`.
+        DataError: For files in other formats, and if both `end` and `offsets` are given.
     """
 
     guarantee: Guarantee = "proven"
@@ -196,16 +196,16 @@ class TokenFile:
 
 
 def block_diagonal(documents_BT: Tensor) -> Tensor:
-    """Return the causal mask within documents for `scaled_dot_product_attention`.
+    """Return a causal mask that separates documents, for `scaled_dot_product_attention`.
 
-    Padding attends to padding: a row of the mask without any True would give NaN.
+    Padding attends to padding, because a row of the mask without any True would give NaN.
 
     Args:
         documents_BT: Index of the document of each token, as `Packed` returns it, (B, T) int64.
 
     Returns:
         The mask, bool (B, 1, T, T): True where a token attends to an earlier token of its document,
-        or to itself.
+            or to itself.
 
     >>> block_diagonal(torch.tensor([[0, 0, 1]])).int().tolist()
     [[[[1, 0, 0], [1, 1, 0], [0, 0, 1]]]]
@@ -215,11 +215,11 @@ def block_diagonal(documents_BT: Tensor) -> Tensor:
 
 
 def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
-    """Return the offsets of the documents of a stream.
+    """Return the offsets of the documents in a stream of tokens.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.
-        end: Token that ends a document, and belongs to it.
+        end: Token that ends each document; it is the last token of the document.
 
     Returns:
         The start of each document, and the end of the last one, int64 (documents + 1,).
@@ -247,7 +247,7 @@ def find_documents(ids: ArrayLike, end: int) -> np.ndarray:
 
 
 def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
-    """Return the offsets as contiguous int64, with the end of the stream as the last one.
+    """Return the offsets as contiguous int64; append the end of the stream if it is missing.
 
     Raises DataError for invalid offsets.
     """
@@ -277,7 +277,10 @@ def check_offsets(offsets: np.ndarray, num_tokens: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Group of `rows` equal rows; `runs` are the pieces in each row, as (length, count)."""
+    """Group of rows whose pieces have the same lengths.
+
+    `rows` is the number of rows; `runs` has (length, count) for the pieces in each row.
+    """
 
     rows: int
     runs: tuple[tuple[int, int], ...] = ()
@@ -289,9 +292,9 @@ class RowGroup:
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Assign pieces of 1 to `capacity` tokens to rows.
 
-    Returns the indices of the pieces in the order of rows (N,), and the start of each row in them
-    (R + 1,). The longest pieces come first, each into the fullest row that has space for it; pieces
-    of equal length keep their order. Equal lengths give an equal result.
+    Returns the indices of the pieces, row after row (N,), and the range of each row in this array
+    (R + 1,). The longest pieces are assigned first, each to the fullest row that has space for it.
+    Pieces of equal length stay in order. The result depends only on the lengths.
 
     >>> order, rows = pack(np.array([3, 5, 2, 6]), 8)
     >>> [order[rows[i] : rows[i + 1]].tolist() for i in range(len(rows) - 1)]
@@ -317,9 +320,10 @@ def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pack_histogram(counts: np.ndarray, capacity: int) -> list[RowGroup]:
-    """Return the rows of best-fit decreasing, for all pieces of one length at a time.
+    """Return the rows of best-fit decreasing, computed for all pieces of one length at a time.
 
-    Pieces of equal length fill a row until no more of them fit.
+    `counts` has the number of pieces of each length. Pieces of equal length fill a row until no
+    more of them fit.
     """
     open_rows: dict[int, list[RowGroup]] = {}  # by the space that is left
     spaces: list[int] = []  # the keys of open_rows, sorted
@@ -356,9 +360,10 @@ def _pack_histogram(counts: np.ndarray, capacity: int) -> list[RowGroup]:
 
 
 def _cut(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return start and length of each piece, and whether its document ends with the piece.
+    """Split documents into pieces of at most `length` tokens.
 
-    Pieces without anything to predict are left out.
+    Returns start and length of each piece, and whether its document ends with it. Pieces without
+    anything to predict are left out.
     """
     counts = -(-(np.diff(offsets) - 1) // length)
     starts = np.repeat(offsets[:-1], counts) + length * count_up(counts)
@@ -368,14 +373,14 @@ def _cut(offsets: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def count_up(counts: np.ndarray) -> np.ndarray:
-    """Return the ranges from 0 to each count - 1, concatenated: [2, 3] gives [0, 1, 0, 1, 2]."""
+    """Concatenate the ranges from 0 to each count - 1: [2, 3] gives [0, 1, 0, 1, 2]."""
     ends = np.cumsum(counts)
     counted: np.ndarray = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
     return counted
 
 
 def _places(lengths: np.ndarray, within: np.ndarray, row_starts: np.ndarray) -> np.ndarray:
-    """Return the position in the batch at which each piece begins.
+    """Return the position in the flattened batch at which each piece begins.
 
     It is the start of the row plus the lengths of the earlier pieces in the row.
     """

@@ -15,20 +15,20 @@ from surefoot.core.errors import DataError
 
 
 class Synthetic:
-    """Computed images with an adjustable delay and size, for experiments and tests.
+    """Source of computed images with an adjustable delay and size, for experiments and tests.
 
-    Sample i is an array of `shape` float32 values, drawn from a generator with the seed (seed, i);
-    its label is i modulo `num_classes`.
+    Sample i is an array of `shape` float32 values, drawn from a generator with the seed (seed, i).
+    Its label is i modulo `num_classes`.
 
     Args:
         num_samples: Number of samples.
         shape: Shape of an image.
         num_classes: Number of classes.
-        delay_s: Seconds that reading sleeps per sample.
+        delay_s: Seconds that reading a sample sleeps.
         seed: Seed of all images.
 
     Raises:
-        DataError: For no samples, and for a negative delay.
+        DataError: If there are no samples, or if the delay is negative.
     """
 
     guarantee: Guarantee = "proven"

@@ -1,4 +1,7 @@
-"""Rows of Parquet and Arrow files by number, through pyarrow, with few row groups in memory."""
+"""Source of the rows of Parquet and Arrow files, read with pyarrow.
+
+Only a few row groups at a time are in memory.
+"""
 
 # B batch
 
@@ -36,7 +39,11 @@ IMAGES = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}
 
 @dataclass(frozen=True)
 class OpenTable:
-    """Open file: its columns with types, the rows of each row group, and a read function."""
+    """Open Parquet or Arrow file.
+
+    `types` has the type of each column, and `rows` the number of rows of each row group; `read`
+    returns the group with a given number.
+    """
 
     path: Path
     types: dict[str, Any]
@@ -45,16 +52,16 @@ class OpenTable:
 
 
 class Table:
-    """Rows of Parquet or Arrow IPC (Feather) files, one file after another, as dicts.
+    """Source of the rows of Parquet or Arrow IPC (Feather) files, one file after another, as dicts.
 
-    Example: `Table(paths, image="img", label="class")`. The type of a column determines its part
-    of a batch:
+    Example: `Table(paths, image="img", label="class")`. The type of a column determines its value
+    in a batch:
 
     - Integers become one int64 tensor (B,).
-    - Booleans, other numbers, and lists of numbers, however nested, become one tensor of the
-      column's dtype. Lists of different lengths are refused; `transform` can pad them.
-    - Bytes, and structs that hold `bytes` (Hugging Face's images), are decoded as jpg, png or webp
-      to uint8 (H, W, 3).
+    - Booleans, other numbers, and lists of numbers, nested to any depth, become one tensor of the
+      column's dtype. Lists of different lengths are an error; `transform` can pad them.
+    - Bytes, and structs that contain `bytes` (Hugging Face's images), are decoded as jpg, png or
+      webp to uint8 (H, W, 3).
     - Strings, times, decimals, structs and maps become a list of Python values.
 
     To read a row, its whole row group (Parquet) or record batch (Arrow) is read. Reading large
@@ -66,13 +73,13 @@ class Table:
             images to one size.
         cache_bytes: Maximum size of the most recently used groups that stay in memory; at least one
             group stays.
-        **columns: Name of the column in the files, by name in the batch.
+        **columns: Name of the column to read for each name in the batch.
 
     Raises:
         DataError: For files in other formats, and for columns that are missing or of the type null.
             On reading, for missing values, even inside a list; but a missing field of a struct or
             of a map is None.
-        MissingExtra: Without pyarrow.
+        MissingExtra: If pyarrow is not installed.
     """
 
     guarantee: Guarantee = "proven"
@@ -221,9 +228,9 @@ def _check_columns(path: Path, wanted: Sequence[str], schema: Any) -> None:
 def _check_int64(
     columns: dict[str, str], rows: Sequence[dict[str, Any]], samples: Sequence[Sample]
 ) -> None:
-    """Raise DataError for an integer that int64 does not hold.
+    """Raise DataError for an integer that does not fit into int64.
 
-    A batch with such an integer would be a list, and all other batches a tensor.
+    Otherwise, a batch with such an integer would be a list, although all other batches are tensors.
     """
     for name, column in columns.items():
         for row, sample in zip(rows, samples, strict=True):
@@ -242,7 +249,7 @@ def _check_int64(
 
 @contextmanager
 def _faults_of(path: Path) -> Iterator[None]:
-    """Convert errors of pyarrow and of the system about a bad file to DataError."""
+    """Convert errors of pyarrow and of the system in the block to DataError about `path`."""
     with require_package(
         "pyarrow", "pyarrow", extra="arrow", needed_for="reading Parquet and Arrow files"
     ):
@@ -259,16 +266,16 @@ def _faults_of(path: Path) -> Iterator[None]:
 
 @functools.cache
 def _types() -> Any:
-    """Return the module `pyarrow.types`; pyarrow is imported once a file is open."""
+    """Return the module `pyarrow.types`, which is imported in the first call."""
     import pyarrow.types
 
     return pyarrow.types
 
 
 def _value_of(sample: Sample, column: str, value: Any) -> Any:
-    """Return a value of a column as a part of a sample.
+    """Convert a value of a column to an int, an array, an image or another Python value.
 
-    It is an int, an array, an image, or the Python value that pyarrow returns.
+    `sample` names the row in errors. Raises DataError for a missing or invalid value.
     """
     value, shape = _storage_value(value)
     if not value.is_valid:
@@ -301,9 +308,9 @@ def _value_of(sample: Sample, column: str, value: Any) -> Any:
 
 
 def _storage_value(value: Any) -> tuple[Any, Any]:
-    """Return the plain value of a dictionary, run-end, union or list extension value.
+    """Return the plain value inside a dictionary, run-end, union or list extension value.
 
-    The second result is the type of a tensor of fixed shape, else None.
+    The second result is the extension type of a fixed-shape tensor, and None for other values.
     """
     types, shape = _types(), None
     while True:
@@ -342,7 +349,7 @@ def _plain_of(sample: Sample, column: str, value: Any) -> Any:
 
 
 def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
-    """Return the numbers of a list, however nested, as an array of their dtype.
+    """Return the numbers of a list, nested to any depth, as an array of their dtype.
 
     Returns None for other values, and for lists of different lengths. Raises DataError for a
     missing value.
@@ -369,7 +376,7 @@ def _numbers_of(sample: Sample, column: str, inside: Any) -> np.ndarray | None:
 
 
 def _decode_array(array: Any) -> Any:
-    """Return the plain values of a dictionary-encoded or run-end encoded array."""
+    """Decode an array that is dictionary-encoded or run-end encoded; return others unchanged."""
     import pyarrow.compute
 
     if _types().is_dictionary(array.type):

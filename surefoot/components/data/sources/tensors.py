@@ -1,4 +1,7 @@
-"""Rows of the tensors of a safetensors file, memory-mapped; the header is checked before use."""
+"""Source of the rows of the tensors in a safetensors file, which is memory-mapped.
+
+The header is checked before use.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ TORCH = {
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Header entry of one tensor, whose first byte is at `start` of the file."""
+    """Header entry of one tensor, whose first byte is at position `start` of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -53,19 +56,19 @@ class TensorEntry:
 
 
 class Safetensors:
-    """Rows of equally long tensors of one safetensors file, as dicts.
+    """Source of the rows of equally long tensors of one safetensors file, as dicts.
 
     Example: `Safetensors("set.safetensors", images="x", labels="y")`. Only the requested rows are
     read.
 
     Args:
         path: The file.
-        **parts: Name of the tensor in the file, by name in the batch; without any, all tensors are
-            read under their names.
+        **parts: Name of the tensor to read for each name in the batch. Without any, all tensors are
+            read, under their names in the file.
 
     Raises:
-        DataError: For a file that is not safetensors or is truncated, a header whose sizes do not
-            fit, a name that is not in the file, and tensors of different lengths.
+        DataError: For a file that is truncated or not in safetensors format, a name that is not in
+            the file, and tensors that are empty or of different lengths.
     """
 
     guarantee: Guarantee = "proven"
@@ -128,11 +131,12 @@ class Safetensors:
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """Return the entry of each tensor of a safetensors file, whose header safetensors checks first.
+    """Return the header entry of each tensor of a safetensors file, after checks of the header.
 
-    It refuses unknown dtypes, shapes that do not fit the bytes, gaps, overlaps, and bytes that
-    belong to no tensor. Names given twice and null metadata, which it reads, are refused here, as
-    the format's text says. Raises DataError.
+    The safetensors library rejects unknown dtypes, shapes that do not match the bytes, gaps,
+    overlaps, and bytes that belong to no tensor. This function in addition rejects duplicate names
+    and null metadata, which the library accepts although the format forbids them. Raises DataError
+    for an invalid or unreadable file.
     """
     try:
         with path.open("rb") as file, safe_open(path, "np"):
@@ -166,7 +170,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
 def _as_rows(content: np.ndarray, entry: TensorEntry) -> np.ndarray:
     """Return the bytes of a tensor as unsigned integers of its item size.
 
-    numpy has no bfloat16, and the bytes may be at any offset.
+    They are a view of `content`, the whole file. The tensor's dtype is not used, because numpy has
+    no bfloat16.
     """
     kind = np.dtype(f"<u{TORCH[entry.dtype].itemsize}")
     return np.ndarray(entry.shape, dtype=kind, buffer=content, offset=entry.start)

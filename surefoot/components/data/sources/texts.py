@@ -1,4 +1,7 @@
-"""Texts of different lengths, padded to the next of a few bounds: few shapes, little padding."""
+"""Source of texts of different lengths, padded to one of a few lengths.
+
+Batches thus have few different shapes and little padding.
+"""
 
 # B batch, T tokens of the longest text of a batch, or the bound above it
 
@@ -22,24 +25,24 @@ MIN_BOUND = 16
 
 
 class Texts:
-    """Texts of one stream; each batch is padded to the smallest of `bounds` that it fits into.
+    """Source of the texts of one stream; each batch is padded to the smallest sufficient bound.
 
     A batch is a dict of int64 tensors:
 
     - `inputs` (B, T): token ids; 0 at padding.
     - `targets` (B, T): the next tokens; -100 at padding and at the last token of a text.
-    - `lengths` (B,): the numbers of real tokens.
-    - `labels`: the labels, if given.
+    - `lengths` (B,): the number of real tokens of each text.
+    - `labels`: the labels, if given, in their own dtype.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.
         offsets: Start of each text, int64 (texts,) or (texts + 1,): text k is
-            ids[offsets[k]:offsets[k + 1]]. `join_texts` returns both.
+            ids[offsets[k]:offsets[k + 1]]. `join_texts` returns the stream and the offsets.
         labels: One label per text.
-        bounds: Widths (T), increasing; by default the powers of two from 16, and the length of the
-            longest text.
+        bounds: Lengths (T) to which batches are padded, increasing; by default the powers of two
+            from 16, and the length of the longest text.
         together: Number of texts of similar length in a sample; `train.batch` counts such groups.
-            The groups depend on the lengths alone, so the samples of any step can be computed
+            The groups depend only on the lengths, so that the samples of any step can be computed
             directly.
 
     Raises:
@@ -117,7 +120,7 @@ class Texts:
         )
 
     def efficiency(self, batch: int = 1) -> float:
-        """Return the share of real tokens if `batch` samples drawn at random form a batch.
+        """Return the expected share of real tokens in batches of `batch` random samples.
 
         A batch is as wide as its widest sample. The probability that the widest of `batch` samples
         is at most w is the probability for one sample, to the power of `batch`.
@@ -151,7 +154,7 @@ class Texts:
 
 
 def join_texts(texts: Sequence[ArrayLike | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return a list of texts as one stream and its offsets, for `Texts` and `Packed`.
+    """Concatenate texts into one stream; return it and its offsets, for `Texts` and `Packed`.
 
     Raises:
         DataError: For a text that is empty or does not consist of token ids.

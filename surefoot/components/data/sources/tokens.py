@@ -1,4 +1,4 @@
-"""Token streams: windows of one length, from an array, a memory map or a file."""
+"""Source of windows of a token stream, which is an array, a memory map or a file."""
 
 # B batch, T tokens of a window
 
@@ -23,18 +23,19 @@ PIECES, PIECE_TOKENS = 256, 2048
 
 
 class Tokens:
-    """Windows of `length` tokens of one stream: inputs (B, T) and next tokens as targets (B, T).
+    """Source of windows of `length` tokens of one stream, for next-token prediction.
 
-    Both are int64. Every token except the first is a target exactly once. The last window is padded
-    with target -100 and input 0.
+    A batch is a dict of `inputs` (B, T) and `targets` (B, T), the next tokens, both int64. Every
+    token except the first of the stream is a target exactly once. The last window is padded with
+    input 0 and target -100.
 
     Args:
         ids: The stream, an array, tensor or memory map of integers.
         length: Tokens of a window (T).
 
     Raises:
-        DataError: For a stream of fewer than two tokens or not of integers, a length under 1, and,
-            on reading, negative tokens.
+        DataError: For a stream with fewer than two tokens or with a dtype that is not an integer,
+            and for a length under 1. On reading, for negative tokens.
     """
 
     guarantee: Guarantee = "proven"
@@ -78,9 +79,9 @@ class Tokens:
 
 
 def check_stream(ids: ArrayLike) -> np.ndarray:
-    """Return the tokens of a stream as an array, without a copy.
+    """Return the tokens of a stream as a numpy array, without a copy if they are on the CPU.
 
-    Raises DataError for anything but two or more integers in one dimension.
+    Raises DataError unless the stream has one dimension, an integer dtype, and two or more tokens.
     """
     array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
     if array.ndim != 1 or len(array) < 2:
@@ -99,7 +100,7 @@ def check_stream(ids: ArrayLike) -> np.ndarray:
 def to_int64(tokens: np.ndarray) -> Tensor:
     """Return tokens as an int64 tensor.
 
-    Raises DataError for negative tokens: an embedding would read outside its table.
+    Raises DataError for negative tokens, for which an embedding would read outside its table.
     """
     wide = tokens.astype(np.int64, copy=False)
     if tokens.dtype.kind == "i" and wide.size and wide.min() < 0:
@@ -111,9 +112,10 @@ def to_int64(tokens: np.ndarray) -> Tensor:
 
 
 def digest_of(ids: np.ndarray) -> str:
-    """Return the SHA-256 of a stream; above 64 MiB that of 256 pieces and the size.
+    """Return a SHA-256 (hex) that identifies a stream.
 
-    The first and the last piece are at the ends of the stream.
+    Up to 64 MiB, it covers all tokens. Above, it covers the length, the dtype and 256 evenly spaced
+    pieces, with the first and the last at the ends of the stream.
     """
     if ids.nbytes <= WHOLE_BYTES:
         return hashlib.sha256(np.ascontiguousarray(ids).data).hexdigest()
@@ -125,10 +127,10 @@ def digest_of(ids: np.ndarray) -> str:
 
 
 def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
-    """Return a file of tokens as a memory map: .npy, or little-endian numbers of `dtype`.
+    """Open a file of tokens as a memory map: .npy, or little-endian numbers of `dtype`.
 
-    Raises DataError for a dtype that is not an integer, and a file that is missing, empty, or whose
-    size is no multiple of the dtype's size.
+    Raises DataError for a dtype that is not an integer, and for a file that is missing or empty, or
+    whose size is not a multiple of the dtype's size.
     """
     given = Path(path).expanduser()
     if given.suffix == ".npy":

@@ -1,4 +1,4 @@
-"""Observation of a user's loader: the samples of each batch, and the generators of its order."""
+"""Observation of a user's DataLoader: the samples of each batch, and its random generators."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ OF_LOADER = "loader"  # name of the generators of a loader and its samplers
 class ObservedLoader:
     """Wrapper of the user's loader that records which samples are in each batch.
 
-    Iterate over `data` for the batches; `take` returns the samples of the next batch. Samples are
-    known for a plain DataLoader with a sampler. They are not known for a loader of a different
-    class, one that already has persistent workers, or one that returns batches out of order.
+    Iterate over `data` for the batches, and call `take` for the sample indices of each batch. The
+    indices are known for a plain DataLoader of a map-style dataset. They are not known for a loader
+    of a different class, one that already has persistent workers, or one that returns batches out
+    of order.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
@@ -72,9 +73,10 @@ class ObservedLoader:
 
     @property
     def draws_late(self) -> bool:
-        """True unless the order of an epoch follows from the random states at its start.
+        """True if the order of an epoch may depend on random numbers drawn after its start.
 
-        The samplers of torch draw their order, or the seed of their own generator, at the start.
+        It is False for the samplers of torch, which draw their order, or the seed of their own
+        generator, at the start of the epoch.
         """
         return not (self.knows_samples and self._order_is_torchs)
 
@@ -86,25 +88,31 @@ class ObservedLoader:
         self._drawn.clear()
 
     def take(self) -> tuple[Any, ...]:
-        """Return the samples of the next batch, in the order of the batches; () if unknown."""
+        """Return the sample indices of the next batch; () if they are unknown.
+
+        Call it once per batch, in the order of the batches.
+        """
         if not self._drawn:
             return ()
         drawn = self._drawn.popleft()
         return tuple(drawn) if isinstance(drawn, Iterable) else (drawn,)
 
     def record(self, batch: Any, seen: PassDigest) -> tuple[int, ...]:
-        """Add the next batch to `seen`; return its samples as the ledger holds them.
+        """Add the next batch to the digests `seen`, and return its sample indices for the ledger.
 
-        If the samples are unknown, a digest of the batch is returned.
+        If the indices are unknown, a digest of the batch is returned, as four 32-bit numbers.
         """
         samples = self.take() if self.knows_samples else None
         self.num_drawn = len(samples or ()) or None
-        # workers started after a restart draw another augmentation, which is known: no spots
+        # workers started after a restart draw a different augmentation: do not hash contents
         digest = seen.add(batch, samples, spots=not self.has_lasting_workers)
         return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
 
     def iterate(self) -> Iterator[Any]:
-        """Return an iterator of this process and its workers, which forked processes never end."""
+        """Return an iterator over the batches.
+
+        If this process is forked, the child process does not end the workers of the iterator.
+        """
         iterator = iter(self.data)
         never_end_in_children(iterator)
         return iterator
@@ -112,7 +120,8 @@ class ObservedLoader:
     def close(self) -> None:
         """End the persistent workers of an observed loader.
 
-        The workers of a loader that is the user's object stay with it.
+        If the samples of the loader are unknown, `data` is the user's own object, and its workers
+        are not ended.
         """
         if self._sampler is not None:
             vars(self.data)["_iterator"] = None
@@ -120,11 +129,12 @@ class ObservedLoader:
     # ---- generators that determine the order and the values
 
     def generators(self) -> dict[str, Any]:
-        """Return the generators that the data draw from, by name, each once.
+        """Return the random generators that the data draw from, by name, each once.
 
-        Those of the loader and of its samplers, which determine the order, come first; nested
-        samplers, as Accelerate makes them, are included. The others are in attributes of the
-        dataset and of what it refers to, and are of torch, NumPy or Python.
+        The generators of the loader and of its samplers come first; they determine the order.
+        Nested samplers, such as those of Accelerate, are included. The other generators, of torch,
+        NumPy or Python, are found in attributes of the dataset and of the objects to which it
+        refers.
         """
         of_loader = self._loader_generators()
         known = {id(each) for each in of_loader}
@@ -159,20 +169,20 @@ class ObservedLoader:
         return {name: generator_state(each) for name, each in self.generators().items()}
 
     def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Set the generators of the data to what `generator_states` returned.
+        """Set the generators of the data to the states that `generator_states` returned.
 
-        Raises ValueError or TypeError for the state of a different kind of generator.
+        Raises ValueError or TypeError for the state of a different type of generator.
         """
         for name, generator in self.generators().items():
             if name in states:
                 restore_generator(generator, states[name])
 
     def sampler_start(self) -> list[Tensor] | None:
-        """Return the states of the generators at which the sampler started this epoch.
+        """Return the generator states with which the sampler started this epoch.
 
-        Returns None if they follow from the states at the start of the epoch. Persistent workers
-        draw their seed once; the workers that replace them after a restart draw one in the middle
-        of the run.
+        Returns None unless the workers are persistent, because the states then follow from those at
+        the start of the epoch. Persistent workers draw their seed only once. After a restart of the
+        run, however, new workers draw one in the middle of the run.
         """
         return (
             self._sampler.started
@@ -181,15 +191,18 @@ class ObservedLoader:
         )
 
     def start_sampler_at(self, states: Sequence[Tensor] | None) -> None:
-        """Make the sampler start its next epoch at `states`, whatever is drawn before."""
+        """Make the sampler start its next epoch with the generator states `states`.
+
+        Numbers that are drawn before then do not change the order.
+        """
         if self._sampler is not None:
             self._sampler.start_at = states
 
     def before_iteration(self, *, is_first: bool) -> None:
         """Prepare for `iter(data)`.
 
-        Persistent workers draw their seed before the first epoch; a seed drawn later must not
-        change the order.
+        Persistent workers draw their seed before the first epoch. After a restart of the run, they
+        draw it later; this draw must not change the order of the samples.
         """
         sampler = self._sampler
         if (
@@ -203,9 +216,9 @@ class ObservedLoader:
             ]
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the loader, else of its samplers and its dataset.
+        """Call `set_epoch` of the loader, or if it has none, of its samplers and its dataset.
 
-        The owner of a training loop is expected to do this.
+        PyTorch expects the training loop to make this call.
         """
         batches = getattr(self.data, "batch_sampler", None)
         inner = (
@@ -221,9 +234,10 @@ class ObservedLoader:
 
 
 def name_states(held: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
-    """Return states by the name of their generator.
+    """Return generator states by the name of their generator.
 
-    Version 0.1 wrote a list, of the generators of the loader and its samplers alone.
+    A checkpoint of version 0.1 has a list of states instead, only of the generators of the loader
+    and its samplers.
     """
     return (
         dict(held)
@@ -233,7 +247,7 @@ def name_states(held: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
 
 
 def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
-    """Return the samples as the ledger holds them; () for keys that are not integers from 0."""
+    """Return sample indices as the ledger stores them; () if one is not an integer from 0."""
     try:
         ids = tuple(map(operator.index, samples))
     except (TypeError, ValueError, RuntimeError):
@@ -252,7 +266,7 @@ def _can_be_watched(data: Any) -> bool:
 
 
 def _find_sampler_guarantee(data: Any) -> LoopGuarantee:
-    """Return the facts about an epoch that the samplers of torch determine."""
+    """Return what the samplers of torch in a DataLoader guarantee about an epoch."""
     batches = data.batch_sampler
     # the `sampler` of a loader that was given a batch sampler has no meaning
     sampler: Any = getattr(batches, "sampler", None)
@@ -268,7 +282,7 @@ def _find_sampler_guarantee(data: Any) -> LoopGuarantee:
 
 
 class _Recorder:
-    """Batch sampler that records its batches, and delegates all else to the wrapped sampler."""
+    """Wrapper of a batch sampler that records each batch, and delegates everything else."""
 
     def __init__(self, inner: Any, drawn: deque[Any]) -> None:
         self._inner, self._drawn = inner, drawn

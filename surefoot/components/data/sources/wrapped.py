@@ -1,4 +1,4 @@
-"""Datasets and loaders of other libraries, as sources."""
+"""Sources that wrap datasets and loaders of other libraries."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from surefoot.core.errors import DataError
 
 
 class TorchDataset:
-    """Map-style dataset of torch, with its items collated into batches.
+    """Source that wraps a map-style dataset of torch, and collates its items into batches.
 
     If the dataset has a method `__getitems__`, like those of Hugging Face, it is called once per
-    batch. The digest is computed from the `_fingerprint` of the dataset if it has one (those of
+    batch. The digest is computed from the `_fingerprint` of the dataset, if it has one (those of
     Hugging Face do), otherwise from its type and length. `content_digest` is a digest of the data
-    that the dataset holds in memory.
+    that the dataset has in memory.
 
     Args:
         dataset: Object with `__getitem__` and `__len__`.
@@ -96,10 +96,10 @@ INSTEAD = {  # what is often given instead of a source, and a hint
 
 
 def as_source(given: Any) -> Source:
-    """Return a source for what a task's `data` returned.
+    """Convert the value that a task's `data` returned to a source.
 
-    A source is returned unchanged; tensors, a map-style dataset or an iterable of batches are
-    wrapped.
+    A source is returned unchanged. Tensors and arrays (also in a tuple or a dict), a map-style
+    dataset or an iterable of batches are wrapped.
 
     Raises:
         DataError: For anything else.
@@ -151,7 +151,7 @@ def as_source(given: Any) -> Source:
 def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
     """Return `given` if it is a mapping from names to arrays.
 
-    Raises DataError otherwise: a dict of splits, or of lists, is often given instead.
+    Raises DataError otherwise, for example for a dict of splits or of lists.
     """
     if not given:
         raise DataError(

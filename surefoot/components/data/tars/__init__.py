@@ -1,1 +1,1 @@
-"""Tars of samples in the WebDataset layout: read sequentially, or by an index of positions."""
+"""Tars of samples in the WebDataset layout, read sequentially or by sample number."""

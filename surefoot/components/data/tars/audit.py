@@ -1,4 +1,4 @@
-"""Check of tars: every part of every sample is read and decoded, and damage is reported."""
+"""Check of tars: every file of every sample is read and decoded, and damage is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ Tell = Callable[[int], None]  # called with the bytes read since the last call
 
 @dataclass(frozen=True)
 class DamagedSample:
-    """Damaged part of a sample; without `key`, the rest of a shard that cannot be read further."""
+    """Damage that an audit found in a tar.
+
+    `key` is the name of the damaged member. If it is empty, the tar itself is damaged, and the rest
+    of it was not read.
+    """
 
     shard: str
     key: str
@@ -24,7 +28,11 @@ class DamagedSample:
 
 @dataclass
 class Audit:
-    """Number of undamaged samples, bytes of all parts, and the damaged parts."""
+    """Result of an audit of tars.
+
+    `num_samples` counts the undamaged samples, `num_bytes` the bytes of all members that were read.
+    `bad` lists the damage.
+    """
 
     num_samples: int = 0
     num_bytes: int = 0
@@ -32,9 +40,9 @@ class Audit:
 
 
 def find_tars(named: Sequence[str | Path]) -> list[Path]:
-    """Return the tars named, and those in the folders named, in order.
+    """Return the given tars, and for a given folder the tars in it, sorted by name.
 
-    Raises DataError if there are none.
+    Raises DataError for a path that is missing or cannot be read, and for a folder without tars.
     """
     found: list[Path] = []
     for place in map(Path, named):
@@ -61,10 +69,11 @@ def find_tars(named: Sequence[str | Path]) -> list[Path]:
 
 
 def audit(paths: Iterable[Path], *, tell: Tell = lambda done: None) -> Audit:
-    """Read and decode every part of every sample; return the damage.
+    """Read and decode all samples of the tars; return the damage that was found.
 
-    After a damaged part, the check continues with the next sample; in a damaged tar, with the next
-    tar.
+    After a damaged member, the audit continues with the next member; after other damage in a tar,
+    with the next tar. Members with an extension that has no decoder are only read. `tell` is called
+    with the number of bytes read since its last call.
     """
     found = Audit()
     for path in paths:
@@ -89,6 +98,6 @@ def audit(paths: Iterable[Path], *, tell: Tell = lambda done: None) -> Audit:
 
 
 def _reason(error: DataError, shard: Path, member: str = "") -> str:
-    """Return the first line of an error without the names of the shard and the member."""
+    """Return the first line of an error message, without the names of the shard and the member."""
     words = str(error).splitlines()[0].removeprefix(str(shard)).lstrip(": ")
     return words.removeprefix(member).strip()

@@ -1,7 +1,7 @@
-"""Decoders of tar members by extension: a short list, and nothing that runs code.
+"""Decoders of tar members, selected by extension; none of them can execute code.
 
-Sizes are read and compared before anything is allocated: the size of an image before a pixel is
-decoded, that of an array before its memory is allocated.
+Sizes are checked before memory is allocated: the size of an image before its pixels are decoded,
+and the size of an array before it is created.
 """
 
 # H height, W width, C channels
@@ -33,19 +33,21 @@ SIDEWAYS = (5, 6, 7, 8)
 
 
 def decode(sample: Sample, extension: str) -> Any:
-    """Return the value of the part `extension` of a sample, by the last suffix of the extension.
+    """Return the decoded content of one member of a sample.
 
-    For example `seg.png` is a PNG. Images are uint8 (H, W, 3), upright as their EXIF orientation
-    says, whichever of the image formats their content has. npy gives an array, cls an int, txt a
-    str, json any value, safetensors a dict of arrays. Raises DataError, with file, member and
-    reason, for any other extension, a damaged part and a part that is too large, and MissingExtra
-    without Pillow.
+    `extension` is the extension of the member; its last suffix selects the decoder, so that
+    `seg.png` is decoded as PNG. An image (jpg, jpeg, png, webp) is uint8 (H, W, 3), rotated as its
+    EXIF orientation says; the format in the file may differ from the extension. An npy member is an
+    array, cls an int, txt a str, json any JSON value, and safetensors a dict of arrays.
+
+    Raises DataError, with file, member and reason, for any other extension, and for a member that
+    is damaged or too large. Raises MissingExtra if Pillow is needed but not installed.
     """
     return find_decoder(extension)(sample, extension)
 
 
 def find_decoder(extension: str) -> Decoder:
-    """Return the decoder for an extension; without one, a function that raises DataError."""
+    """Return the decoder for an extension, or a function that raises DataError if there is none."""
     return DECODERS.get(extension.rpartition(".")[2], _refuse)
 
 
@@ -58,18 +60,18 @@ def _refuse(sample: Sample, extension: str) -> Any:
 
 
 def decode_jpeg(sample: Sample, *, height: int, width: int, extension: str = "jpg") -> np.ndarray:
-    """Return the sample's JPEG as uint8 (H, W, 3), upright.
+    """Return the JPEG of a sample as uint8 (H, W, 3), rotated as its EXIF orientation says.
 
-    The size is compared before any pixel is decoded. Raises MissingExtra without Pillow, DataError
-    for a damaged file or a different size.
+    Raises DataError for a damaged file, and for an image that is not `height` x `width`, before its
+    pixels are decoded. Raises MissingExtra without Pillow.
     """
     return _decode_image(sample, extension, kind="JPEG", size=(width, height))
 
 
 def decode_class(sample: Sample, *, num_classes: int, extension: str = "cls") -> int:
-    """Return the sample's class, an integer in decimal digits from 0 to `num_classes` - 1.
+    """Return the class index of a sample, written in decimal digits.
 
-    Raises DataError for anything else.
+    Raises DataError for anything but an integer from 0 to `num_classes` - 1.
     """
     number = _decode_number(sample, extension, f"a class number from 0 to {num_classes - 1}")
     if number >= num_classes:
@@ -125,9 +127,10 @@ def _decode_image(
 
 @functools.cache
 def _pillow(kind: str) -> tuple[Any, Any]:
-    """Return Pillow's modules that open and rotate images, imported once.
+    """Return Pillow's modules `Image` and `ImageOps`, imported once.
 
-    The import statement alone takes as long as a tenth of decoding a small image.
+    An import statement in each call would take a tenth of the time of decoding a small image.
+    Raises MissingExtra without Pillow.
     """
     with require_package("pillow", "PIL", extra="images", needed_for=f"decoding {kind} images"):
         from PIL import Image, ImageOps

@@ -1,8 +1,8 @@
-"""Index of remote tars: read from next to them, else built once by downloading every shard.
+"""Index of remote tars: downloaded from their folder if it is there, otherwise built once.
 
-The index holds the digest of every shard, with which each later download is compared. A remote
-shard is identified by its digest, since the file times of its copy in the cache change with each
-download.
+To build the index, every shard is downloaded. The index contains the digest of each shard, with
+which each later download is compared. A remote shard is identified by its digest, because the file
+times of its copy in the cache change with each download.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ Made = list[tuple[Shard, np.ndarray]]
 def find_remote(
     paths: Remote | str | Path | Sequence[str | Path], cache: str | Path | None = None
 ) -> Remote | None:
-    """Return the remote shards that `paths` name; None for local files.
+    """Return the remote shards that `paths` name; None if the paths are local files.
 
-    Raises DataError if some paths are URLs and some are files.
+    `cache` is the folder of downloaded shards. Raises DataError if some paths are URLs and some are
+    files.
     """
     if isinstance(paths, Remote):
         return paths
@@ -53,11 +54,11 @@ def find_remote(
 
 
 def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
-    """Return the index of remote tars, which is built first if necessary.
+    """Return the index of remote tars; build it first if necessary.
 
-    From then on each shard must have the digest that the index has. Raises DataError for a shard
-    that `shards.read_shard` refuses, that cannot be downloaded, or that does not have its listed
-    digest.
+    After this call, each downloaded shard must have its digest in the index. Raises DataError for a
+    shard that `shards.read_shard` rejects, that cannot be downloaded, or that differs from its
+    listed digest.
     """
     place = remote.folder / name_of(remote.names)
     try:
@@ -83,7 +84,10 @@ def open_remote(remote: Remote, *, tell: Tell | None = None) -> Index:
 
 
 def open_each(remote: Remote) -> Iterator[Path]:
-    """Yield the path of each shard in turn; it is in use until the next one is requested."""
+    """Yield the local path of each remote shard, one after another.
+
+    A shard is downloaded if necessary. It stays in the cache until the next path is requested.
+    """
     for number in range(len(remote)):
         descriptor = remote.open(number)
         try:
@@ -93,7 +97,11 @@ def open_each(remote: Remote) -> Iterator[Path]:
 
 
 def _index_if_usable(index: Index | None, remote: Remote) -> Index | None:
-    """Return the index if it is of these shards and agrees with the listed digests, else None."""
+    """Return the index if it describes the shards of `remote`, otherwise None.
+
+    The shards must have the same names. If `remote` lists a digest of a shard, the digest in the
+    index must equal it.
+    """
     if index is None or [shard.name for shard in index.shards] != remote.names:
         return None
     is_listed = all(
@@ -119,10 +127,10 @@ def _read_index_beside(remote: Remote, place: Path) -> Index | None:
 
 
 def _make(remote: Remote, place: Path, tell: Tell | None) -> Made:
-    """Return each remote shard with the positions of its samples.
+    """Return the index entry of each remote shard, and the positions of its samples.
 
-    Positions in an old index are used if the digest is listed; other shards are downloaded and
-    scanned.
+    They are taken from an earlier index if it has the listed digest of the shard. All other shards
+    are downloaded and scanned.
     """
     old = read_index(place, remote.folder)
     known = {

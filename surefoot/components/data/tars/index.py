@@ -1,11 +1,11 @@
-"""Index of a set of tars: the position of each sample, so that any sample is one read.
+"""Index of a set of tars: the position of each sample, so that one read returns any sample.
 
-Nothing is extracted or decoded in advance. The index is one file: a line of JSON (the shards with
-name, size, times of change, digest and number of samples), then for each shard the bytes at which
-its samples begin and the last one ends, int64. It is memory-mapped, so that an index of ten million
-samples opens at once. It is in the cache of the user, or next to the shards if somebody put it
-there, and is written like every other file: a draft, synced, renamed last. A shard that has changed
-(a different size, another time of change) is scanned again.
+Nothing is extracted or decoded in advance. The index is one file. It begins with a line of JSON
+that describes the shards (name, size, time of change, inode, digest, number of samples). Then it
+has, for each shard, the first byte of each sample and the end of the last one, as int64. The file
+is memory-mapped, so that an index of ten million samples opens at once. It is written to the user's
+cache; an index next to the shards is used instead if there is one. A shard whose size, time of
+change or inode has changed is scanned again.
 """
 
 from __future__ import annotations
@@ -39,7 +39,11 @@ Tell = Callable[[int, int], None]  # called with the bytes done, and all bytes
 
 @dataclass(frozen=True)
 class Shard:
-    """Tar in an index; `stamp` changes with the file, `digest` is the SHA-256 of its bytes."""
+    """Entry of a tar in an index.
+
+    `stamp` (name, size, time of change, inode) changes whenever the file is changed. `digest` is
+    the SHA-256 of the file.
+    """
 
     name: str
     num_bytes: int
@@ -57,10 +61,10 @@ Known = dict[Stamp, tuple[Shard, np.ndarray]]
 
 
 class Index:
-    """Positions of the samples of the shards in `folder`, as the file `place` holds them.
+    """Positions of the samples in the tars of a folder, as the index file `place` contains them.
 
-    Samples are numbered consecutively, shard by shard, in the order of the shards' names. Shards of
-    a `remote` are downloaded into `folder`.
+    Samples are numbered consecutively, from shard to shard, in the order of the shards' names. With
+    `remote`, shards are downloaded into `folder`.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class Index:
         return int(self._ends[-1])
 
     def open(self, shard: int) -> int:
-        """Return a descriptor of a shard, for reading.
+        """Open a shard for reading, and return its file descriptor.
 
         Raises OSError, and DataError for a remote shard that cannot be downloaded.
         """
@@ -93,13 +97,13 @@ class Index:
         )
 
     def most_open(self, allowed: int) -> int:
-        """Return how many shards may be open at a time, at most `allowed`."""
+        """Return the number of shards that may be open at the same time, at most `allowed`."""
         return allowed if self._remote is None else self._remote.most_open(allowed)
 
     def locate(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return shard, first byte and number of bytes of each sample, (B,) int64 each.
+        """Return the shard, the first byte and the number of bytes of each sample, each (B,) int64.
 
-        Raises DataError for numbers that are not samples, and for a damaged index.
+        Raises DataError for ids that are out of range, and for a damaged index.
         """
         ids = check_ids(ids, len(self))
         shard = np.searchsorted(self._ends, ids, side="right")
@@ -120,13 +124,15 @@ class Index:
 def open_index(
     paths: Sequence[Path], cache: Path, *, tell: Tell | None = None, beside: bool = False
 ) -> Index:
-    """Return the index of the tars `paths`, which is built or updated first if necessary.
+    """Return the index of the tars `paths`; build or update it first if necessary.
 
-    All tars are in one folder. An index next to them is used if it is up to date, else the one
-    below `cache`. A new index is written below `cache`, or next to the tars if `beside`. `tell` is
-    called with the progress. Raises DataError for a shard that is named twice, shards of several
-    folders, a shard that `shards.read_shard` refuses or that changes while it is read, and an index
-    that cannot be written.
+    All tars must be in one folder. An up-to-date index next to the tars is used, otherwise the one
+    below `cache`. A new index is written below `cache`. With `beside`, the index is only read and
+    written next to the tars. `tell` is called with the bytes indexed so far and the bytes to index.
+
+    Raises DataError for a tar that is given twice, tars in several folders, a tar that
+    `shards.read_shard` rejects or that changes while it is read, and an index that cannot be
+    written.
     """
     ordered = sorted(paths)
     check_set([path.name for path in ordered], {path.parent.resolve() for path in ordered})
@@ -165,14 +171,14 @@ def open_index(
 
 
 def name_of(names: Sequence[str]) -> str:
-    """Return the file name of the index of shards with these names, in order."""
+    """Return the file name of the index for shards with these names, whose order matters."""
     return f"surefoot-{hashlib.sha256(json.dumps(list(names)).encode()).hexdigest()[:8]}{SUFFIX}"
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Return the values that change with a file: name, size, time of change and inode.
+    """Return values that change when a file is changed: name, size, time of change and inode.
 
-    Raises DataError for a file that is missing, and for a path that is not a regular file.
+    Raises DataError for a path that is missing or not a regular file.
     """
     try:
         status = path.stat()
@@ -188,7 +194,10 @@ def stamp_of(path: Path) -> Stamp:
 def _make(
     paths: Sequence[Path], stamps: Sequence[Stamp], known: Known, tell: Tell | None
 ) -> list[tuple[Shard, np.ndarray]]:
-    """Return each shard with the positions of its samples; scan unknown shards in parallel."""
+    """Return the index entry of each tar, and the positions of its samples.
+
+    Tars whose stamp is not in `known` are scanned, several in parallel.
+    """
     missing = [
         (path, stamp) for path, stamp in zip(paths, stamps, strict=True) if stamp not in known
     ]
@@ -216,15 +225,15 @@ def _scan(path: Path, stamp: Stamp) -> tuple[Shard, np.ndarray]:
 
 
 def scan_shard(path: Path) -> tuple[str, np.ndarray]:
-    """Return the digest of a shard, and the positions of its samples.
+    """Return the SHA-256 of a tar, and the positions that `find_starts` returns.
 
-    Raises DataError for a shard that `shards.read_shard` refuses.
+    Raises DataError for a tar that `shards.read_shard` rejects.
     """
     return digest_of(path), find_starts(path)  # the headers are in the page cache now
 
 
 def digest_of(path: Path) -> str:
-    """Return the SHA-256 of a file, as `sha256sum` prints it.
+    """Return the SHA-256 of a file in hexadecimal digits, as `sha256sum` prints it.
 
     Raises DataError for a file that cannot be read.
     """
@@ -238,7 +247,10 @@ def digest_of(path: Path) -> str:
 
 
 def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index | None:
-    """Return the index in the file `place`; None if it is missing or incomplete."""
+    """Return the index in the file `place`; None if the file is missing, incomplete or invalid.
+
+    `folder` contains the tars of the index.
+    """
     try:
         with place.open("rb") as file:
             row = json.loads(file.readline(MAX_HEAD))
@@ -258,7 +270,7 @@ def read_index(place: Path, folder: Path, remote: Remote | None = None) -> Index
 
 
 def cut(index: Index) -> Iterator[tuple[Shard, np.ndarray]]:
-    """Yield each shard with the positions of its samples."""
+    """Yield the entry of each shard of an index, and the positions of its samples."""
     ends = np.cumsum([shard.num_samples + 1 for shard in index.shards])
     yield from zip(index.shards, np.split(np.asarray(index.starts), ends[:-1]), strict=True)
 

@@ -1,9 +1,10 @@
-"""Tar shards in the WebDataset layout: consecutive members `key.ext` are one sample.
+"""Tar shards in the WebDataset layout, where consecutive members `key.ext` form one sample.
 
 Shards are streamed, never extracted, and checked completely. A tar is untrusted input: only regular
-members with plain names are read, sizes and counts are limited before anything is allocated, and
-the contents go through few decoders (`decoders.py`). A. Aizman et al., "High Performance I/O For
-Large Scale Deep Learning", 2019 (https://github.com/webdataset/webdataset has the layout).
+files with plain names are read, sizes and counts are limited before memory is allocated, and
+contents are decoded only by the functions in `decoders.py`. The layout is that of A. Aizman et al.,
+"High Performance I/O For Large Scale Deep Learning", 2019
+(https://github.com/webdataset/webdataset).
 """
 
 # N samples
@@ -29,22 +30,25 @@ NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 
 @dataclass(frozen=True)
 class Sample:
-    """Sample: the members of `shard` whose names begin with `key`, as {extension: bytes}."""
+    """Sample of a tar: the members of `shard` that are named `key.extension`.
+
+    `parts` maps each extension to the bytes of the member.
+    """
 
     shard: Path
     key: str
     parts: dict[str, bytes] = field(default_factory=dict)
 
     def fault(self, extension: str, reason: str, hint: str | None = None) -> DataError:
-        """Return an error that names the file, the member and the reason."""
+        """Return a DataError that names the shard, the member and the reason."""
         return DataError(f"{self.shard}: {self.key}.{extension} {reason}", hint=hint)
 
 
 def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[Path]:
-    """Return the shards `pattern` of a data set, sorted by name.
+    """Return the shards of a data set whose names match the glob `pattern`, sorted by name.
 
-    They are in `folder` or in the subfolder `home` of it. Raises DataError if the folder is not
-    given, missing, unreadable, or holds no such shard.
+    They are searched for in `folder`, then in its subfolder `home`. Raises DataError if the folder
+    is None, missing or unreadable, or if no shard is found.
     """
     hint = f"give the folder of the {pattern} files, or its parent, with --data DIR"
     if folder is None:
@@ -75,11 +79,14 @@ def find_shards(folder: str | Path | None, pattern: str, *, home: str) -> list[P
 def read_shard(
     path: Path, *, needs: Sequence[str] = (), max_member_bytes: int = MAX_MEMBER_BYTES
 ) -> Iterator[Sample]:
-    """Yield the samples of an uncompressed tar in the order written, with extensions `needs`.
+    """Yield the samples of an uncompressed tar, in the order of the file.
 
-    Raises DataError, with file, member and reason, for a file that is not a tar, truncated or
-    damaged; for a member that is not a regular file, has no plain name or is larger than
-    `max_member_bytes`; and for a sample that occurs twice or lacks a part.
+    Raises DataError, with file, member and reason:
+
+    - for a file that is not a tar, is truncated or damaged;
+    - for a member that is not a regular file, has no plain name, or is larger than
+      `max_member_bytes`;
+    - for a sample that occurs twice or lacks one of the extensions `needs`.
     """
     for sample, _, _ in read_spans(path, max_member_bytes=max_member_bytes):
         yield complete(sample, needs)
@@ -88,7 +95,7 @@ def read_shard(
 def find_starts(path: Path, *, max_member_bytes: int = MAX_MEMBER_BYTES) -> np.ndarray:
     """Return the first byte of each sample of a tar, and the end of the last: (N + 1,) int64.
 
-    Only the headers are read. Raises what `read_shard` raises.
+    Only the headers are read. Raises the same errors as `read_shard`.
     """
     spans = [
         (start, stop)
@@ -104,11 +111,11 @@ def read_spans(
     file: BinaryIO | None = None,
     headers_only: bool = False,
 ) -> Iterator[tuple[Sample, int, int]]:
-    """Yield the samples, complete or not, each with its first byte and the byte after its end.
+    """Yield each sample of a tar, with its first byte and the byte after its end.
 
-    With `file`, the samples of that stream are read: sequentially, to its end, and it is closed;
-    `path` then names it in errors. With `headers_only`, the contents are empty. Raises what
-    `read_shard` raises, except for missing parts.
+    A sample need not have particular members. With `file`, this stream is read sequentially to its
+    end and closed; `path` is then only its name in error messages. With `headers_only`, the
+    contents of the members are empty. Raises the same errors as `read_shard`.
     """
     seen: set[str] = set()
     sample: Sample | None = None
@@ -138,7 +145,7 @@ def read_spans(
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Return the key and the extension of a member.
+    """Split the name of a member into key and extension, at the first dot of the file name.
 
     >>> split_name("a.b/1.seg.png")
     ('a.b/1', 'seg.png')
@@ -148,15 +155,18 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether each part of a member's path is a plain name.
+    """Return whether each component of a member's path is a plain name.
 
-    A plain name has letters, digits, '.', '_' and '-' alone, and begins with a letter or a digit.
+    A plain name consists of letters, digits, '.', '_' and '-', and begins with a letter or a digit.
     """
     return all(NAME.match(part) for part in name.split("/"))
 
 
 def complete(sample: Sample, needs: Sequence[str]) -> Sample:
-    """Return the sample. Raises DataError for a part in `needs` that it lacks."""
+    """Return the sample, after checking that it has a member for each extension in `needs`.
+
+    Raises DataError for a missing member.
+    """
     for extension in needs:
         if extension not in sample.parts:
             raise sample.fault(
@@ -166,7 +176,10 @@ def complete(sample: Sample, needs: Sequence[str]) -> Sample:
 
 
 class _Stream:
-    """Sequential file for tarfile; its last bytes are kept, so that the end marker can be read."""
+    """Sequential file for tarfile that buffers the last bytes read.
+
+    The buffer makes it possible to seek back to the end marker of the tar.
+    """
 
     KEPT = 4 * tarfile.RECORDSIZE  # tarfile reads a record at a time
 
@@ -197,9 +210,10 @@ class _Stream:
 def _members(
     path: Path, max_member_bytes: int, stream: BinaryIO | None, headers_only: bool
 ) -> Iterator[tuple[str, bytes, int, int]]:
-    """Yield name, content, first byte and end of each member.
+    """Yield the name, content, first byte and end of each member of a tar.
 
-    tarfile ends silently at a truncated or damaged header, so that the end marker is checked too.
+    The end marker of the tar is checked, because tarfile stops silently at a truncated or damaged
+    header.
     """
     end = 0
     try:

@@ -1,4 +1,4 @@
-"""Samples of tars by number, in any order: one read per sample, with the index of the tars."""
+"""Random access to the samples of tars, with one read per sample at its position in an index."""
 
 # B batch, H height, W width, C channels
 
@@ -40,24 +40,25 @@ Transform = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class Tars:
-    """Tars of the WebDataset layout: `Tars(paths, image="jpg", label="cls")` reads dicts.
+    """Source of samples in tars of the WebDataset layout, read in any order.
 
-    A batch is {"image": ..., "label": ...}. Arrays of one shape become one tensor, integers become
-    an int64 tensor (B,), and all other values a list. Nothing is extracted to disk.
+    Example: the batches of `Tars(paths, image="jpg", label="cls")` are {"image": ..., "label":
+    ...}. Arrays of equal shape become one tensor, integers an int64 tensor (B,), and all other
+    values a list. Nothing is extracted to disk.
 
     Args:
         paths: One tar or several, by path or URL; or a `Remote`, which has more options for URLs.
-        cache: Folder of the index, and of the shards of URLs (default: $XDG_CACHE_HOME/surefoot).
+        cache: Folder of the index, and of downloaded shards (default: $XDG_CACHE_HOME/surefoot).
         transform: Function of the dict of each sample, called before batching, for example to bring
             images to one size.
-        tell: Function that is called with two numbers while the index is built: the bytes that are
-            indexed so far, and all bytes.
-        **parts: Extension of each part, by name in the batch, decoded as `decoders.decode`
-            describes.
+        tell: Function that is called while the index is built, with (bytes indexed so far, bytes to
+            index), or for remote tars with (shards done, all shards).
+        **parts: Extension of the member to read for each name in the batch. `decoders.decode`
+            describes the decoded values.
 
     Raises:
-        DataError: For bad shards, a sample that lacks a part, parts that are damaged, and arrays of
-            different shapes.
+        DataError: For shards that are damaged or missing, a sample that lacks a member, members
+            that are damaged, and arrays of different shapes.
     """
 
     guarantee: Guarantee = "proven"
@@ -102,11 +103,14 @@ class Tars:
 
     @property
     def shard_sizes(self) -> list[int]:
-        """Number of samples of each shard, in the order of the shards."""
+        """Number of samples in each shard, with the shards sorted by name."""
         return [shard.num_samples for shard in self.index.shards]
 
     def expect(self, chunks: np.ndarray) -> None:
-        """Announce the order of the next reads, (chunks, 2), to download shards in advance."""
+        """Announce the order of the next reads, so that remote shards are downloaded in advance.
+
+        `chunks` (chunks, 2) has the first and the last sample of each chunk, in reading order.
+        """
         if self._remote is not None:
             shards, _, _ = self.index.locate(chunks.ravel())
             self._remote.expect(list(dict.fromkeys(shards.tolist())))
@@ -124,9 +128,9 @@ class Tars:
         return [self.sample(*place) for place in places]
 
     def sample(self, shard: int, first: int, count: int) -> Sample:
-        """Return the sample at these bytes of a shard.
+        """Read the sample that is stored in `count` bytes of a shard, starting at byte `first`.
 
-        Raises DataError if the shard has changed, so that another sample, or none, is there.
+        Raises DataError if the shard has changed, so that these bytes are not one sample.
         """
         path = self._paths[shard]
         try:
@@ -185,9 +189,9 @@ class Tars:
 
 
 class Descriptor:
-    """File descriptor that is closed when no reference to this object is left.
+    """File descriptor that is closed when its object is no longer referenced.
 
-    A thread may still read a shard that another thread has removed from the list.
+    A thread can thus continue to read a shard that another thread has removed from the open shards.
     """
 
     def __init__(self, number: int) -> None:
@@ -200,9 +204,9 @@ class Descriptor:
 def make_batch(
     rows: Iterable[dict[str, Any]], samples: list[Sample], transform: Transform | None
 ) -> dict[str, Tensor | list[Any]]:
-    """Return the batch of the decoded `samples`: each row transformed, then all joined.
+    """Apply `transform` to each decoded row, and collate the rows into a batch.
 
-    Raises DataError for no samples.
+    `samples` are the samples of the rows, named in errors. Raises DataError if there are none.
     """
     if not samples:
         raise DataError("no sample is requested", hint="give one sample number or more")
@@ -215,7 +219,7 @@ def time_stages(
     decode: Callable[[list[Sample]], Iterable[dict[str, Any]]],
     transform: Transform | None,
 ) -> dict[str, float]:
-    """Return the seconds that each stage takes: read, decode and transform."""
+    """Measure the seconds that the stages `read`, `decode` and `transform` take."""
     marks = [time.perf_counter()]
     samples = fetch()
     marks.append(time.perf_counter())
@@ -229,7 +233,10 @@ def time_stages(
 
 
 def decode_parts(samples: list[Sample], parts: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Yield the parts of each sample, decoded, by name. Raises DataError for a missing part."""
+    """Yield the decoded members of each sample, as a dict with the names in the batch as keys.
+
+    `parts` maps these names to extensions. Raises DataError for a missing member.
+    """
     wanted = [
         (name, extension, decoders.find_decoder(extension)) for name, extension in parts.items()
     ]
@@ -242,9 +249,9 @@ def decode_parts(samples: list[Sample], parts: dict[str, str]) -> Iterator[dict[
 
 
 def read_sample(path: Path, content: bytes) -> Sample:
-    """Return the one sample whose members, headers included, are `content`.
+    """Parse the bytes of one sample in a tar, headers included.
 
-    Raises DataError if `content` is anything else.
+    `path` names the tar in errors. Raises DataError if `content` is not exactly one sample.
     """
     sample = _read_common(path, content)
     if sample is not None:
@@ -260,9 +267,9 @@ def read_sample(path: Path, content: bytes) -> Sample:
 
 
 def _read_common(path: Path, content: bytes) -> Sample | None:
-    """Return the sample if its headers are of the common form, which tarfile reads more slowly.
+    """Return the sample in `content` if its headers have the most common form, otherwise None.
 
-    Returns None for any other content.
+    For such headers, this is faster than tarfile.
     """
     sample, at = None, 0
     while (header := HEADER.match(content, at)) is not None:
@@ -283,7 +290,7 @@ def _read_common(path: Path, content: bytes) -> Sample | None:
 
 
 def is_ignorable_pax(records: bytes) -> bool:
-    """Return whether pax records are valid, and do not concern name, size or kind."""
+    """Return whether pax records are valid, and leave name, size and type of the file unchanged."""
     at = 0
     while at < len(records):
         found = RECORD.match(records, at)
@@ -294,9 +301,10 @@ def is_ignorable_pax(records: bytes) -> bool:
 
 
 def join(name: str, values: list[Any], samples: list[Sample]) -> Tensor | list[Any]:
-    """Return one part of the samples of a batch: arrays as one tensor, integers int64 (B,).
+    """Collate the values that the samples of a batch have for one name.
 
-    Anything else is returned as a list. Raises DataError for arrays of different shapes or dtypes.
+    Arrays become one tensor, integers an int64 tensor (B,), and all other values a list. Raises
+    DataError for arrays of different shapes or dtypes.
     """
     if all(type(value) is int and -(1 << 63) <= value < 1 << 63 for value in values):
         return torch.tensor(values)

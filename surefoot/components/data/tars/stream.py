@@ -1,6 +1,7 @@
-"""Tars read sequentially, for data that cannot be sought; nothing is indexed or kept on disk.
+"""Tars read sequentially, for data without random access.
 
-Such data are pipes, sockets, and remote shards larger than the disk.
+Such data are pipes, sockets, and remote shards larger than the disk. Nothing is indexed or stored
+on disk.
 """
 
 # B batch
@@ -32,23 +33,24 @@ Opener = Callable[[], BinaryIO]
 
 
 class TarStream:
-    """Tars read sequentially: `TarStream(openers, counts, image="jpg", label="cls")`.
+    """Source of samples in tars that are read sequentially.
 
-    Samples that are read before they are requested stay in memory. To resume in the middle of a
-    shard, the shard is read again from its beginning (the guarantee is *replayed*).
+    Example: `TarStream(openers, counts, image="jpg", label="cls")`. Samples that are read before
+    they are requested stay in memory. To resume in the middle of a shard, the shard is read again
+    from its beginning (the guarantee is *replayed*).
 
     Args:
         shards: The shards: a `Remote`, or a sequence of paths, functions that open a shard (each
             time it is read), or file objects that can be read once, such as `sys.stdin.buffer`.
         counts: Number of samples of each shard.
-        window: Number of shards that are read at a time: the `window` of the `BlockShuffle` if the
-            samples are read in its order, 1 if they are read sequentially.
+        window: Number of shards that are open at a time. It is the `window` of the `BlockShuffle`
+            if the samples are read in that order, and 1 if they are read sequentially.
         transform: Function of the dict of each sample, called before batching.
-        **parts: Extension of each part, by name in the batch, as in `Tars`.
+        **parts: Extension of the member to read for each name in the batch, as in `Tars`.
 
     Raises:
-        DataError: For a shard that contains a different number of samples, for a shard that
-            `read_shard` refuses, and if a file object would have to be read a second time.
+        DataError: For a shard whose number of samples is not its count, for a shard that
+            `read_shard` rejects, and if a file object would have to be read a second time.
     """
 
     guarantee: Guarantee = "replayed"
@@ -109,7 +111,7 @@ class TarStream:
         return make_batch(decode_parts(samples, self.parts), samples, self.transform)
 
     def part(self, part: int, parts: int) -> TarStream:
-        """Return the stream of one of `parts` readers (ranks times workers).
+        """Return the stream for reader `part` of `parts` readers (ranks times workers).
 
         Every shard belongs to exactly one reader. Raises DataError for fewer shards than readers.
         """
@@ -159,7 +161,11 @@ class TarStream:
         call_in_children(self, TarStream._open_own)
 
     def _open_own(self) -> None:
-        """Open shards again in a forked process: processes would share the file positions."""
+        """Forget open shards in a forked process, so that it opens them again.
+
+        Otherwise, both processes would share the file positions. File objects that can be read only
+        once stay open.
+        """
         once = [
             (shard, each)
             for shard, each in self._reading.items()
@@ -169,7 +175,7 @@ class TarStream:
 
 
 class _Forwards:
-    """Shard that is being read; samples read before they are requested wait in memory."""
+    """Sequential reader of one shard; samples read before they are requested are buffered."""
 
     def __init__(self, name: Path, file: BinaryIO, count: int) -> None:
         self._name, self._count, self._next = name, count, 0
@@ -177,7 +183,7 @@ class _Forwards:
         self._waiting: dict[int, Sample] = {}
 
     def has(self, place: int) -> bool:
-        """Return whether the sample can still be taken."""
+        """Return whether sample `place` can be returned without reopening the shard."""
         return place >= self._next or place in self._waiting
 
     @property
@@ -203,7 +209,7 @@ class _Forwards:
 
 
 class _SingleReadFile:
-    """File object that cannot be opened again."""
+    """Opener of a file object that can be read only once; a second call raises DataError."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file: BinaryIO | None = file
@@ -222,7 +228,7 @@ class _SingleReadFile:
 
 
 def _opener(shard: Any) -> Opener:
-    """Return a function that opens a shard, given as a function, a file object or a path."""
+    """Return a function that opens the shard, which is such a function, a file object or a path."""
     if hasattr(shard, "read"):
         return _SingleReadFile(shard)
     return cast(Opener, shard if callable(shard) else partial(whole_path(shard).open, "rb"))

@@ -1,8 +1,8 @@
-"""Augmentation of whole batches of images: functions with explicit draws, and pipeline steps.
+"""Augmentation of whole batches of images, as functions and as pipeline steps.
 
-The functions take every draw as an argument; the steps (`Crop`, `Mirror`, `Jitter` ...) take the
-keys of a batch, so that the augmentation of a sample depends on the run's seed, the epoch and the
-sample alone. `mixup` and `cutmix` mix samples, and their labels with them.
+The functions take all random draws as arguments. The steps (`Crop`, `Mirror`, `Jitter` ...) draw
+from the `Keys` of a batch. The augmentation of a sample therefore depends only on the run's seed,
+the epoch and the sample. `mixup` and `cutmix` mix pairs of samples and their labels.
 """
 
 from surefoot.core.old_homes import moved_to

@@ -8,9 +8,10 @@ from surefoot.core.errors import DataError
 
 
 def check_images(images_BHWC: Tensor) -> None:
-    """Raise DataError for anything but images (B, H, W, C) of dtype uint8 or floating point.
+    """Raise DataError unless the tensor is (B, H, W, C), uint8 or floating point.
 
-    Values are expected from 0 to 255 for uint8, from 0 to 1 for floating point.
+    The values are not checked. They should be from 0 to 255 (uint8) or from 0 to 1 (floating
+    point).
     """
     if images_BHWC.ndim != 4 or not (
         images_BHWC.dtype.is_floating_point or str(images_BHWC.dtype) == "torch.uint8"
@@ -22,7 +23,7 @@ def check_images(images_BHWC: Tensor) -> None:
 
 
 def check_colors(images_BHWC: Tensor) -> None:
-    """Raise DataError for anything but a batch of images in red, green and blue."""
+    """Raise DataError unless the tensor is a batch of RGB images (B, H, W, 3)."""
     check_images(images_BHWC)
     if images_BHWC.shape[-1] != 3:
         raise DataError(
@@ -32,7 +33,10 @@ def check_colors(images_BHWC: Tensor) -> None:
 
 
 def check_range(what: str, given: tuple[float, float], low: float, high: float) -> None:
-    """Raise DataError unless low <= given[0] <= given[1] <= high."""
+    """Raise DataError unless low <= given[0] <= given[1] <= high.
+
+    `what` names the range in the error message.
+    """
     if len(given) != 2 or not low <= given[0] <= given[1] <= high:
         raise DataError(
             f"{what} of {given} is not a valid range",
@@ -41,7 +45,10 @@ def check_range(what: str, given: tuple[float, float], low: float, high: float) 
 
 
 def check_size(what: str, *sizes: int) -> None:
-    """Raise DataError for sizes that are not integers of 1 or more."""
+    """Raise DataError unless all sizes are integers of 1 or more.
+
+    `what` names the sizes in the error message.
+    """
     if not all(isinstance(size, int) and size >= 1 for size in sizes):
         raise DataError(
             f"{what} of {' x '.join(map(str, sizes))} pixels is not possible",

@@ -1,7 +1,8 @@
-"""Color transforms by torchvision's formulas, each image with its factor; normalization.
+"""Color transforms with one factor per image, by torchvision's formulas, and normalization.
 
-The transforms are brightness, contrast, saturation and hue. uint8 images stay uint8 after each of
-the four, as in torchvision, so that values are truncated to integers each time.
+The color transforms change brightness, contrast, saturation and hue. Each of the four returns uint8
+images for uint8 images, as in torchvision. Values are therefore truncated to integers after each
+transform.
 """
 
 # B batch, H height, W width, C channels
@@ -25,12 +26,15 @@ MAX_FACTOR = 10.0
 
 
 def adjust_brightness(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
-    """Multiply each image by its factor."""
+    """Multiply each image by its factor, and clamp the result to the range of the images."""
     return _apply_in_pieces(images_BHWC, factors_B, lambda images, factors: images * factors)
 
 
 def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
-    """Blend each image with the mean of its gray values: 0 gives the mean, 1 the image."""
+    """Blend each image with the mean of its gray values.
+
+    A factor of 0 gives the mean, a factor of 1 the unchanged image.
+    """
 
     def blend(images: Tensor, factors: Tensor) -> Tensor:
         mean = _gray(images, images_BHWC.dtype).mean((1, 2, 3), keepdim=True)
@@ -40,7 +44,10 @@ def adjust_contrast(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
 
 
 def adjust_saturation(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
-    """Blend each pixel with its gray value: 0 gives gray, 1 the image."""
+    """Blend each pixel with its gray value.
+
+    A factor of 0 gives a gray image, a factor of 1 the unchanged image.
+    """
     return _apply_in_pieces(
         images_BHWC,
         factors_B,
@@ -49,9 +56,9 @@ def adjust_saturation(images_BHWC: Tensor, factors_B: Tensor) -> Tensor:
 
 
 def adjust_hue(images_BHWC: Tensor, turns_B: Tensor) -> Tensor:
-    """Rotate the hues of each image by a part of the color circle, from -0.5 to 0.5.
+    """Rotate the hues of each image by a fraction of the color circle, from -0.5 to 0.5.
 
-    0 leaves the image unchanged, except for one level of rounding.
+    A fraction of 0 leaves an image unchanged, except for rounding errors of up to 1/255.
     """
     check_colors(images_BHWC)
     in_bytes = images_BHWC.dtype == torch.uint8
@@ -75,8 +82,9 @@ def color_jitter(
 ) -> Tensor:
     """Change brightness, contrast, saturation and hue, in this order.
 
-    Each argument is (B,) factors, or None for no change. torchvision draws an order for each call;
-    this order is fixed, since a random order for each sample would split the batch 24 ways.
+    Each argument is a tensor (B,) with one factor per image (for `hue`, a fraction of the color
+    circle), or None for no change. The order is fixed, although torchvision draws an order for each
+    call: a random order for each sample would split the batch into up to 24 parts.
     """
     check_colors(images_BHWC)
     steps = (
@@ -92,9 +100,9 @@ def color_jitter(
 
 
 def normalize(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[float]) -> Tensor:
-    """Return (images - mean) / deviation as float32 (B, C, H, W), channels last in memory.
+    """Return (images - mean) / deviation as float32 (B, C, H, W), in channels-last memory format.
 
-    `mean` and `deviation` are in the units of the images.
+    `mean` and `deviation` have one value per channel, in the units of the images.
     """
     check_images(images_BHWC)
     _, _, width, channels = images_BHWC.shape
@@ -115,9 +123,10 @@ def normalize(images_BHWC: Tensor, mean: Sequence[float], deviation: Sequence[fl
 def _apply_in_pieces(
     images_BHWC: Tensor, factors_B: Tensor, change: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Apply `change` to a few images at a time, as float32, with their factors (B, 1, 1, 1).
+    """Apply `change(images, factors)` to the batch, a few images at a time, as float32.
 
-    The results are clamped to the range of the images and have their dtype.
+    `factors` has the shape (images, 1, 1, 1). The results are clamped to the range of the images,
+    from 0 to 255 or from 0 to 1, and converted back to their dtype.
     """
     check_colors(images_BHWC)
     factors = factors_B.to(images_BHWC.device, torch.float32).view(-1, 1, 1, 1)
@@ -129,9 +138,10 @@ def _apply_in_pieces(
 
 
 def _pieces(images_BHWC: Tensor) -> Iterator[slice]:
-    """Return slices of whole images, few enough to stay in a cache.
+    """Return slices of the batch, each with few enough images to stay in a CPU cache.
 
-    On a device other than the CPU, which would wait for each slice, there is one slice.
+    On devices other than the CPU, the only slice is the whole batch, because the device would wait
+    for each slice.
     """
     batch, height, width, _ = images_BHWC.shape
     count = (
@@ -149,7 +159,10 @@ def _gray(images_BHWC: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _to_hsv(images_BHWC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hue (in turns), saturation and value, (B, H, W) each, of images from 0 to 1."""
+    """Return hue, saturation and value, each (B, H, W), of images with values from 0 to 1.
+
+    The hue is in turns of the color circle, from 0 to 1.
+    """
     red, green, blue = images_BHWC.unbind(-1)
     most, least = images_BHWC.amax(-1), images_BHWC.amin(-1)
     spread = most - least
@@ -163,9 +176,10 @@ def _to_hsv(images_BHWC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
-    """Return the colors of A. R. Smith's hexcone, as one expression for each n of 5, 3, 1.
+    """Convert hue, saturation and value, each (B, H, W), to RGB (B, H, W, 3).
 
-    The color is value (1 - saturation max(0, min(k, 4 - k, 1))), with k = (6 hue + n) mod 6.
+    The formula is that of A. R. Smith's hexcone model. The red, green and blue values are value *
+    (1 - saturation * max(0, min(k, 4 - k, 1))) with k = (6 * hue + n) mod 6, where n is 5, 3 and 1.
     """
     sixths, chroma = hue * 6, value * saturation
     colors = []
@@ -177,19 +191,20 @@ def _to_rgb(hue: Tensor, saturation: Tensor, value: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Jitter:
-    """Random brightness, contrast, saturation and hue: torchvision's ColorJitter.
+    """Random change of brightness, contrast, saturation and hue, like torchvision's ColorJitter.
 
     The changes are made in the fixed order of `color_jitter`. In evaluation, images are unchanged.
 
     Args:
-        brightness: Largest change x; the factor is drawn from 1 - x (at least 0) to 1 + x. 0 leaves
-            the change out.
-        contrast: As `brightness`.
-        saturation: As `brightness`.
-        hue: Largest change in turns, at most 0.5; the change is drawn from -hue to hue.
+        brightness: Maximum change x, from 0 to 10. The factor is drawn from max(0, 1 - x) to 1 + x.
+            With 0, the brightness is not changed.
+        contrast: Maximum change of the contrast, defined as for `brightness`.
+        saturation: Maximum change of the saturation, defined as for `brightness`.
+        hue: Maximum rotation of the hue in turns, from 0 to 0.5. The rotation is drawn from -hue to
+            hue.
 
     Raises:
-        DataError: For changes out of bounds.
+        DataError: If a maximum change is out of bounds.
     """
 
     brightness: float = 0.0
@@ -219,20 +234,23 @@ class Jitter:
         return self.brightness, self.contrast, self.saturation
 
     def settled(self) -> tuple[Any, ...]:
-        """Return the steps for evaluation: none."""
+        """Return (), because this step is left out in evaluation."""
         return ()
 
 
 @dataclass(frozen=True)
 class Normalize:
-    """Normalization to (images - mean) / deviation, float32 (B, C, H, W): the last step.
+    """Pipeline step that returns (images - mean) / deviation as float32 (B, C, H, W).
+
+    It must be the last step, since the other steps expect images (B, H, W, C).
 
     Args:
         mean: One number per channel, in the units of the images.
         deviation: Standard deviation, one number above 0 per channel, in the units of the images.
 
     Raises:
-        DataError: For different numbers of channels, and deviations that are not above 0.
+        DataError: If `mean` and `deviation` are empty or have different lengths, or if a deviation
+            is not above 0.
     """
 
     mean: tuple[float, ...]
@@ -253,5 +271,5 @@ class Normalize:
         return normalize(images_BHWC, self.mean, self.deviation)
 
     def settled(self) -> tuple[Any, ...]:
-        """Return the steps for evaluation: this step."""
+        """Return `(self,)`, because evaluation uses this step unchanged."""
         return (self,)

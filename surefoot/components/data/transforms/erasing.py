@@ -18,9 +18,10 @@ from surefoot.core.errors import DataError
 
 
 def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] = 0) -> Tensor:
-    """Return the images with the box (top, left, rows, columns) of each painted in `value`.
+    """Return a copy of the images in which one box per image is painted over.
 
-    `value` is one number, or one per color. Parts of a box outside the image are ignored.
+    `boxes_B4` has (top, left, rows, columns) of each box. `value` is the color of the boxes: one
+    number, or one number per channel. Parts of a box outside the image are ignored.
     """
     check_images(images_BHWC)
     channels = images_BHWC.shape[3]
@@ -39,9 +40,11 @@ def erase(images_BHWC: Tensor, boxes_B4: Tensor, value: float | Sequence[float] 
 def cutout(
     images_BHWC: Tensor, centers_B2: Tensor, size: int, value: float | Sequence[float] = 0
 ) -> Tensor:
-    """Return the images with a square of `size` pixels around each center (row, column) painted.
+    """Return a copy of the images in which one square per image is painted over (DeVries, 2017).
 
-    Parts of a square outside the image are ignored (DeVries, 2017).
+    The squares have sides of `size` pixels. `centers_B2` has the (row, column) of each center, and
+    `value` is the color: one number, or one per channel. Parts of a square outside the image are
+    ignored.
     """
     corners = centers_B2 - size // 2
     return erase(images_BHWC, torch.cat([corners, torch.full_like(corners, size)], dim=1), value)
@@ -49,19 +52,20 @@ def cutout(
 
 @dataclass(frozen=True)
 class Erase:
-    """Random box of some images painted over: torchvision's RandomErasing (Zhong et al., 2017).
+    """Random erasing of a box in some of the images, like torchvision's RandomErasing.
 
-    The defaults are torchvision's. Of 10 random boxes, the first one that fits into the image is
-    used; if none fits, the image is unchanged. In evaluation, images are unchanged.
+    The defaults are torchvision's (Zhong et al., 2017). Of 10 random boxes, the first one that fits
+    into the image is used; if none fits, the image is unchanged. In evaluation, images are
+    unchanged.
 
     Args:
-        probability: Probability that an image is painted.
+        probability: Probability that a box of an image is painted over.
         scale: Range of the area of the box, as a share of the area of the image.
-        ratio: Range of the height of the box over its width.
+        ratio: Range of the height of the box divided by its width.
         value: Color of the box, one number or one per channel, in the units of the images.
 
     Raises:
-        DataError: For a probability and ranges out of bounds.
+        DataError: If the probability or a range is out of bounds.
     """
 
     probability: float = 0.5
@@ -81,9 +85,9 @@ class Erase:
         )
 
     def draw(self, keys: Keys, height: int, width: int) -> Tensor:
-        """Return the box (top, left, rows, columns) of each sample, (B, 4) int64.
+        """Draw the box to paint in each image: (top, left, rows, columns), (B, 4) int64.
 
-        The box is empty if nothing is painted.
+        For an image that is not to be painted, all four numbers are 0.
         """
         rows, columns = draw_sides(keys, height * width, self.scale, self.ratio)
         fits = (rows < height) & (columns < width)
@@ -92,15 +96,15 @@ class Erase:
         return torch.where(chosen, boxes, 0)
 
     def settled(self) -> tuple[Any, ...]:
-        """Return the steps for evaluation: none."""
+        """Return (), because this step is left out in evaluation."""
         return ()
 
 
 @dataclass(frozen=True)
 class Cutout:
-    """Square around a random pixel of every image, painted over (DeVries and Taylor, 2017).
+    """Pipeline step that paints over a square around a random pixel of each image.
 
-    In evaluation images are unchanged.
+    The method is that of DeVries and Taylor, 2017. In evaluation, images are unchanged.
 
     Args:
         size: Side of the square, in pixels.
@@ -122,5 +126,5 @@ class Cutout:
         return cutout(images_BHWC, torch.cat([rows, columns], dim=1), self.size, self.value)
 
     def settled(self) -> tuple[Any, ...]:
-        """Return the steps for evaluation: none."""
+        """Return (), because this step is left out in evaluation."""
         return ()

@@ -1,10 +1,10 @@
-"""Mixing of samples and their labels: mixup (Zhang et al., 2018), cutmix (Yun et al., 2019).
+"""Mixing of samples and their labels: mixup (Zhang et al., 2018) and cutmix (Yun et al., 2019).
 
-The partner of a sample is its neighbor: the samples at positions 0 and 1 of a batch are mixed, 2
-and 3, and so on; the last of an odd number is unchanged. Each sample of a pair draws a separate
-share. A batch therefore has the same pixels however it is split into ranks, workers or
-microbatches, as long as the parts are runs of an even number of samples. Partners are shuffled with
-the samples.
+Each sample is mixed with its neighbor in the batch, its partner: position 0 with 1, 2 with 3, and
+so on. If the number of samples is odd, the last one is unchanged. The two samples of a pair have
+separate random weights. The result does not depend on how a batch is split into ranks, workers or
+microbatches, provided that each part has an even number of consecutive samples. Because the samples
+are shuffled, partners differ from epoch to epoch.
 """
 
 # B batch, H height, W width, C channels, N classes
@@ -28,17 +28,18 @@ MAX_ALPHA = 100.0
 
 
 def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
-    """Return labels as one-hot rows, which `cross_entropy` of torch accepts.
+    """Return labels as rows of class probabilities, which torch's `cross_entropy` accepts.
 
     Args:
-        labels_B: Classes (B,), integers from 0 to N - 1; rows (B, N) are returned unchanged.
+        labels_B: Class indices (B,), integers from 0 to N - 1, which are converted to one-hot rows.
+            Probabilities (B, N) are returned unchanged.
         num_classes: Number of classes (N).
 
     Returns:
-        Rows (B, N), float32.
+        Class probabilities (B, N), float32.
 
     Raises:
-        DataError: For labels that are not classes.
+        DataError: If the labels are neither class indices nor probabilities (B, N).
     """
     if labels_B.ndim == 2 and labels_B.shape[1] == num_classes and labels_B.dtype.is_floating_point:
         return labels_B
@@ -58,14 +59,15 @@ def soft_targets(labels_B: Tensor, num_classes: int) -> Tensor:
 def mixup(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 0.2
 ) -> tuple[Tensor, Tensor]:
-    """Mix each image and its target with those of its partner.
+    """Mix each image and its target with those of its neighbor in the batch.
 
-    The result is s times the image plus 1 - s times its partner, where s is drawn from
-    Beta(alpha, alpha). Zhang et al. 2018, arXiv 1710.09412.
+    The result is s * image + (1 - s) * neighbor, where s is drawn from Beta(alpha, alpha) for each
+    image. Neighbors are the images 0 and 1, 2 and 3, and so on. Zhang et al. 2018, arXiv
+    1710.09412.
 
     Args:
         images_BHWC: Images of any shape (B, ...); they may be normalized already.
-        labels_B: Classes (B,), or rows of shares (B, N).
+        labels_B: Class indices (B,), or class probabilities (B, N).
         keys: Random draws of the batch.
         num_classes: Number of classes (N).
         alpha: Parameter of the Beta distribution, from 0.01 to 100.
@@ -74,8 +76,7 @@ def mixup(
         The images, float32, and the targets (B, N).
 
     Raises:
-        DataError: For labels that are not classes or not one per image, and for `alpha` out of
-            bounds.
+        DataError: If the labels are invalid or not one per image, or if `alpha` is out of bounds.
     """
     share_B = draw_shares(keys_of(keys, "mixup"), alpha)
     partner_B, targets_BN = _pair(images_BHWC, labels_B, num_classes)
@@ -92,15 +93,16 @@ def mixup(
 def cutmix(
     images_BHWC: Tensor, labels_B: Tensor, keys: Keys, *, num_classes: int, alpha: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Paste a box of its partner into each image, and mix the targets by area.
+    """Paste a box of its neighbor in the batch into each image, and mix the targets by area.
 
-    The box covers the share 1 - s of the image, where s is drawn from Beta(alpha, alpha). It is
-    centered at a random pixel and cut at the border. The targets are mixed by the shares of the
-    pixels that are visible after the cut. Yun et al. 2019, arXiv 1905.04899.
+    The box covers the share 1 - s of the image, where s is drawn from Beta(alpha, alpha) for each
+    image. It is centered at a random pixel and cut at the border; the weights of the targets are
+    the areas after the cut. Neighbors are the images 0 and 1, 2 and 3, and so on. Yun et al. 2019,
+    arXiv 1905.04899.
 
     Args:
         images_BHWC: Images (B, H, W, C), uint8 or floating point.
-        labels_B: Classes (B,), or rows of shares (B, N).
+        labels_B: Class indices (B,), or class probabilities (B, N).
         keys: Random draws of the batch.
         num_classes: Number of classes (N).
         alpha: Parameter of the Beta distribution, from 0.01 to 100.
@@ -109,8 +111,8 @@ def cutmix(
         The images, of the same shape and dtype, and the targets (B, N).
 
     Raises:
-        DataError: For tensors that are not images, labels that are not classes or not one per
-            image, and `alpha` out of bounds.
+        DataError: If a tensor is not a batch of images, if the labels are invalid or not one per
+            image, or if `alpha` is out of bounds.
     """
     check_images(images_BHWC)
     own = keys_of(keys, "cutmix")
@@ -132,7 +134,7 @@ def cutmix(
 
 
 def draw_shares(keys: Keys, alpha: float) -> Tensor:
-    """Return a draw from Beta(alpha, alpha) for each sample, (B,) float32, by the inverse CDF."""
+    """Draw one number per sample from Beta(alpha, alpha), by the inverse CDF: (B,) float32."""
     check_range("alpha", (alpha, alpha), 0.01, MAX_ALPHA)
     points, reached = _beta(alpha)
     drawn = keys.uniform()[:, 0].double().numpy()
@@ -144,9 +146,9 @@ def draw_shares(keys: Keys, alpha: float) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _beta(alpha: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return points x up to 1/2, and the CDF of Beta(alpha, alpha) at each.
+    """Return a table of the CDF of Beta(alpha, alpha): points from 0 to 1/2, and the CDF at each.
 
-    For alpha < 1, where the density is unbounded at 0, the points are those of x ** alpha.
+    If alpha < 1, the density is unbounded at 0. The points are then values of x ** alpha, not of x.
     """
     if alpha < 1:
         points = np.linspace(0, 0.5**alpha, POINTS)
@@ -159,7 +161,7 @@ def _beta(alpha: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pair(images: Tensor, labels_B: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-    """Return the index of each sample's partner, and the targets (B, N)."""
+    """Return the index of each sample's partner (B,), and the targets (B, N)."""
     if len(images) != len(labels_B):
         raise DataError(
             f"{len(images)} images have {len(labels_B)} labels", hint="give one label per image"

@@ -1,4 +1,7 @@
-"""Pipelines of augmentation steps with separate draws; the cost of steps; evaluation steps."""
+"""Pipelines of augmentation steps, each with its own random draws.
+
+`Pipeline` also measures the cost of each step, and returns the pipeline for evaluation.
+"""
 
 # B batch, H height, W width, C channels
 
@@ -18,14 +21,15 @@ from surefoot.components.data.order import Keys, derive
 from surefoot.core.errors import DataError
 
 Step = Callable[[Any, Keys], Any]
-ROUNDS = 5  # of a measurement, of which the median is used
+ROUNDS = 5  # timed calls of a measurement; the median is used
 STREAM = 3  # of the run's seed: the order has 1, the draws of a task have 2
 
 
 def keys_of(keys: Keys, name: str, number: int = 0) -> Keys:
-    """Return the draws for the step `name`, the `number`-th step of that name.
+    """Return the random draws for one step of a pipeline.
 
-    They are independent of the draws of all other steps, and of which other steps there are.
+    `name` is the name of the step; `number` counts the steps of this name, from 0. The draws are
+    independent of those of all other steps, and do not depend on which steps of other names exist.
     """
     return dataclasses.replace(
         keys, seed=derive(keys.seed, STREAM, zlib.crc32(name.encode()), number)
@@ -34,7 +38,7 @@ def keys_of(keys: Keys, name: str, number: int = 0) -> Keys:
 
 @dataclasses.dataclass(frozen=True)
 class TransformCost:
-    """Cost of a step: milliseconds for 1,000 images, and its share of the total."""
+    """Cost of a pipeline step: milliseconds for 1,000 images, and its share of the total cost."""
 
     name: str
     ms_per_1000: float
@@ -43,7 +47,7 @@ class TransformCost:
 
 @final
 class Pipeline:
-    """Steps that are called one after the other with (images, keys).
+    """Pipeline of augmentation steps, which are called one after another with (images, keys).
 
     Example: `Pipeline(Crop(224, 224), Mirror(), Jitter(0.4, 0.4, 0.4, 0.1))`. Each step draws from
     a separate random stream, which is named after the type of the step. Adding or removing a step
@@ -53,7 +57,7 @@ class Pipeline:
         *steps: Callables with the arguments (images, keys) that return images.
 
     Raises:
-        DataError: For no steps, or for a step that cannot be called.
+        DataError: If no step is given, or if a step is a class or cannot be called.
     """
 
     def __init__(self, *steps: Step) -> None:
@@ -80,10 +84,10 @@ class Pipeline:
         return f"Pipeline({', '.join(map(repr, self.steps))})"
 
     def evaluation(self) -> Pipeline | None:
-        """Return the pipeline for evaluation, without draws; None if no step is left.
+        """Return the pipeline for evaluation, without random draws; None if it has no steps.
 
-        It consists of the `settled()` of each step. Raises DataError for a step without that
-        method.
+        Its steps are those that `settled()` of each step returns. Raises DataError for a step
+        without a method `settled`.
         """
         left: list[Step] = []
         for step in self.steps:
@@ -100,9 +104,9 @@ class Pipeline:
         return Pipeline(*left) if left else None
 
     def costs(self, images_BHWC: Tensor, keys: Keys) -> list[TransformCost]:
-        """Return the cost of each step for these images, the most expensive step first.
+        """Measure the cost of each step for these images; return the most expensive step first.
 
-        A cost is the median of 5 calls, after a call that is not timed.
+        Each cost is the median of 5 calls, after one call that is not timed.
         """
         took: list[tuple[str, float]] = []
         for step, (name, number) in zip(self.steps, self._streams, strict=True):

@@ -1,8 +1,8 @@
-"""Resizing of images: bilinear with antialiasing, by torch's kernel for uint8.
+"""Resizing of images, bilinear with antialiasing, by torch's kernel for uint8.
 
-A separate window for each image is resized in a loop over the batch, with one call of that kernel
-each, into one buffer: 20 µs for an image of 32 x 32, 0.1 ms for 224 x 224, on one core. Two matmuls
-of the whole batch with weight matrices took 5 to 350 times as long.
+`random_resized_crop` resizes a different box of each image. It calls the kernel once per image, in
+a loop over the batch. On one core, a call takes 20 µs for 32 x 32 pixels and 0.1 ms for 224 x 224.
+Two matmuls of the whole batch with weight matrices took 5 to 350 times as long.
 """
 
 # B batch, H height, W width, C channels, K tries
@@ -26,7 +26,7 @@ MAX_RATIO = 100.0
 
 
 def resize(images_BHWC: Tensor, height: int, width: int) -> Tensor:
-    """Return the images resized to (height, width), in their dtype."""
+    """Return the images resized to (height, width), with the same dtype."""
     check_images(images_BHWC)
     check_size("a size", height, width)
     if images_BHWC.shape[1:3] == (height, width):
@@ -39,9 +39,9 @@ def resize(images_BHWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
-    """Return the middle (height, width) of the images, rounded as in torchvision.
+    """Return the middle `height` x `width` pixels of the images.
 
-    Raises DataError for images that are smaller.
+    The position is rounded as in torchvision. Raises DataError for images smaller than the crop.
     """
     check_images(images_BHWC)
     check_size("a crop", height, width)
@@ -56,9 +56,10 @@ def center_crop(images_BHWC: Tensor, height: int, width: int) -> Tensor:
 
 
 def random_resized_crop(images_BHWC: Tensor, boxes_B4: Tensor, height: int, width: int) -> Tensor:
-    """Return a box of each image resized to (height, width), in the dtype of the images.
+    """Crop one box of each image, and resize it to (height, width); keep the dtype.
 
-    `boxes_B4` (int64) has the (top, left, rows, columns) of each box.
+    `boxes_B4` (int64) has (top, left, rows, columns) of each box. `draw_boxes` returns random
+    boxes.
     """
     check_images(images_BHWC)
     check_size("a size", height, width)
@@ -73,11 +74,13 @@ def random_resized_crop(images_BHWC: Tensor, boxes_B4: Tensor, height: int, widt
 def draw_boxes(
     keys: Keys, rows: int, columns: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> Tensor:
-    """Return a random box (top, left, rows, columns) of each sample, (B, 4) int64.
+    """Draw one random box (top, left, rows, columns) per sample, (B, 4) int64.
 
-    The definition is torchvision's. The area is drawn from `scale` of the image's area, the width
-    over the height from `ratio`, uniformly in the logarithm; the first of 10 boxes that fit is put
-    at a random position. If none fits the middle is used, as large as `ratio` allows.
+    The distribution is that of torchvision's RandomResizedCrop. The area is a share of the image's
+    area, drawn from the range `scale`. The aspect ratio (width / height) is drawn from the range
+    `ratio`, uniformly in the logarithm. The first of 10 such boxes that fits into the image is put
+    at a random position. If none fits, the box is in the middle of the image, as large as `ratio`
+    allows.
     """
     wide, high = draw_sides(keys, rows * columns, scale, ratio)
     fits = (wide >= 1) & (wide <= columns) & (high >= 1) & (high <= rows)
@@ -90,10 +93,10 @@ def draw_boxes(
 def draw_sides(
     keys: Keys, num_pixels: int, scale: tuple[float, float], ratio: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
-    """Return the sides of 10 random boxes for each sample, (B, K) int64 each.
+    """Draw the sides of 10 random boxes per sample, as two tensors (B, 10) int64.
 
-    The area is drawn from `scale` of `num_pixels`, the first side over the second from `ratio`,
-    uniformly in the logarithm.
+    The area of a box is a share of `num_pixels`, drawn from the range `scale`. The first side
+    divided by the second is drawn from the range `ratio`, uniformly in the logarithm.
     """
     area_BK = _spread(keys.uniform(TRIES, stream=0), *scale) * num_pixels
     aspect_BK = _spread(keys.uniform(TRIES, stream=1), *map(math.log, ratio)).exp()
@@ -106,7 +109,20 @@ def draw_sides(
 def place_boxes(
     keys: Keys, high_BK: Tensor, wide_BK: Tensor, fits_BK: Tensor, rows: int, columns: int
 ) -> Tensor:
-    """Return the first box that fits, at a random position: (top, left, rows, columns), (B, 4)."""
+    """Put the first box of each sample that fits at a random position in the image.
+
+    Args:
+        keys: Random draws of the batch.
+        high_BK: Heights of the K boxes of each sample.
+        wide_BK: Widths of these boxes.
+        fits_BK: True for the boxes that fit.
+        rows: Height of the image.
+        columns: Width of the image.
+
+    Returns:
+        The box (top, left, rows, columns) of each sample, (B, 4) int64. If no box of a sample fits,
+            its row is meaningless.
+    """
     first = fits_BK.long().argmax(1, keepdim=True)
     size = torch.cat([high_BK.gather(1, first), wide_BK.gather(1, first)], dim=1)
     free = (torch.tensor([rows, columns]) - size).clamp(min=0)
@@ -138,7 +154,7 @@ def _interpolate(images_BCHW: Tensor, height: int, width: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Resize:
-    """Resize of images to (height, width), bilinear with antialiasing.
+    """Pipeline step that resizes images to (height, width), bilinear with antialiasing.
 
     Args:
         height: Rows of the result, in pixels.
@@ -155,13 +171,13 @@ class Resize:
         return resize(images_BHWC, self.height, self.width)
 
     def settled(self) -> tuple[Any, ...]:
-        """Return the steps for evaluation: this step."""
+        """Return `(self,)`, because evaluation uses this step unchanged."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class CenterCrop:
-    """Crop of the middle of the images.
+    """Pipeline step that crops the middle of the images.
 
     Args:
         height: Rows of the crop, in pixels.
@@ -178,26 +194,26 @@ class CenterCrop:
         return center_crop(images_BHWC, self.height, self.width)
 
     def settled(self) -> tuple[Any, ...]:
-        """Return the steps for evaluation: this step."""
+        """Return `(self,)`, because evaluation uses this step unchanged."""
         return (self,)
 
 
 @dataclass(frozen=True)
 class Crop:
-    """Random box of each image resized to (height, width): torchvision's RandomResizedCrop.
+    """Random crop of each image, resized to (height, width), like torchvision's RandomResizedCrop.
 
     The defaults are torchvision's.
 
     Args:
         height: Rows of the result, in pixels.
         width: Columns of the result, in pixels.
-        scale: Range of the area of the box, as a share of the area of the image.
-        ratio: Range of the width of the box over its height.
-        kept: In evaluation, the images are resized to `height / kept`, `width / kept` (256 for 224
-            pixels), and their middle is cropped.
+        scale: Range of the area of the crop, as a share of the area of the image.
+        ratio: Range of the width of the crop divided by its height.
+        kept: Share of each side that the center crop in evaluation retains. Images are first
+            resized to (`height / kept`, `width / kept`), which is 256 for 224 pixels.
 
     Raises:
-        DataError: For sizes and ranges out of bounds.
+        DataError: If a size or a range is out of bounds.
     """
 
     height: int

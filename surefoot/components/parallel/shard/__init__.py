@@ -1,5 +1,7 @@
-"""Sharding (ZeRO): ranks that each hold a part of the optimizer's state (stage 1), also of
-gradients (2), also of weights (3).
+"""Sharding (ZeRO): each rank stores only a part of the training state.
+
+In stage 1 that is a part of the optimizer state, in stage 2 also of the gradients, and in stage 3
+also of the weights.
 
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models (SC 2020).
 """

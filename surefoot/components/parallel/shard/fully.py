@@ -1,11 +1,13 @@
-"""Stages 2 and 3: every rank holds some rows of all weights, with their gradients and optimizer
-state.
+"""ZeRO stages 2 and 3: each rank stores some rows of all weights.
 
-torch's `fully_shard` (FSDP2) all-gathers the weights of a unit before its forward pass, and in
-stage 3 again before its backward pass; in stage 2 they stay gathered in between. Gradients are
-reduce-scattered at the end of a unit's backward pass, in every microbatch, so that only shards are
-kept between microbatches. A unit is a block of the model; the parameters outside of all blocks form
-one more. https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+It also stores the gradients and the optimizer state of these rows. torch's `fully_shard` (FSDP2)
+all-gathers the weights of a unit before its forward pass. In stage 3 it frees them after the
+forward pass, and gathers them again before the backward pass; in stage 2 they stay gathered in
+between. Gradients are reduce-scattered at the end of a unit's backward pass, in every microbatch,
+so that a rank stores only its shard between microbatches. A unit is a block of the model. The
+parameters outside of all blocks form one more unit.
+
+https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
 from __future__ import annotations
@@ -30,25 +32,25 @@ Hooks = tuple[Any, Any]
 
 
 class FullySharded:
-    """Shard the weights of a model over `mesh.shard` with FSDP2.
+    """Sharding of the weights of a model over `mesh.shard` with FSDP2 (ZeRO stages 2 and 3).
 
-    After construction, `master_of(parameter)` returns the rows that this rank holds.
+    After construction, `master_of(parameter)` returns the rows that this rank stores and updates.
 
     Args:
         model: The model, changed in place.
         mesh: The ranks.
         units: The modules whose weights are gathered together, by name.
         stage: 2 or 3.
-        narrow: Dtype in which weights are gathered; None for their own dtype. Gradients are summed
-            in fp32, and the rows are updated in their own dtype.
+        narrow: Dtype in which weights are gathered; gradients are then summed in fp32. None uses
+            the dtype of the weights for both. The rows are always updated in their own dtype.
         wide: Modules whose weights are gathered in their own dtype in spite of `narrow`.
         on_host: Update the rows in host memory, where the optimizer's state is then stored.
-        replicated: Parameters that are not sharded and keep their dtype; every rank updates all of
+        replicated: Parameters that are not sharded and keep their dtype. Every rank updates all of
             them, and their gradients are summed over `mesh.whole` as in `Replicas`.
 
     Raises:
-        SpecError: For a parameter that cannot be sharded, and for a parameter in `replicated` that
-            the model does not have.
+        SpecError: For a model or a parameter that cannot be sharded, and for a parameter in
+            `replicated` that the model does not have.
     """
 
     is_even = True  # whether all ranks must run the same number of passes
@@ -100,7 +102,8 @@ class FullySharded:
                 serve_part(parameter, held, start, self, on_host=on_host)
 
     def _set_collectives(self) -> None:
-        """Make the units gather and reduce through the groups of the mesh, as sums."""
+        """Make FSDP gather and reduce through the groups of the mesh, with sums instead of
+        means."""
         for module, unit in zip(self._modules, self._units.names, strict=True):
             gathering = _FsdpAllGather(self.group, self._units, unit)
             scattering = _FsdpReduceScatter(self.group, self._units, unit)
@@ -119,7 +122,7 @@ class FullySharded:
         self.replicas.add(rows)
 
     def synced(self, leaves: Iterable[Tensor]) -> _GradientHandoff:
-        """Return the object that passes the sharded gradients of an update to the rows."""
+        """Return the object that passes the gradients of `leaves` from FSDP to the optimizer."""
         trained = [each for each in leaves if each.requires_grad]
         whole = [each for each in trained if id(each) in self._whole]
         split = [each for each in trained if id(each) not in self._whole]
@@ -133,10 +136,10 @@ class FullySharded:
         )
 
     def begin(self) -> None:
-        """Start the forward and backward passes of a step: gathered weights stay as long as the
-        stage says.
+        """Start the forward and backward passes of a step.
 
-        Outside of a step they are freed after each module.
+        In stage 2, gathered weights stay in memory during the step; in stage 3, they are freed
+        after each module. Outside of a step, they are freed after each module in both stages.
         """
         self._gathered.used.clear()
         self._gathered.let_go()
@@ -154,14 +157,17 @@ class FullySharded:
             module.set_reshard_after_forward(True, recurse=False)
 
     def _keep_weights(self, keeps: bool) -> None:
-        """Set whether gathered weights stay after a backward pass, for the next microbatch."""
+        """Set whether gathered weights stay in memory after a backward pass, for the next
+        microbatch."""
         for module in self._modules:
             module.set_reshard_after_backward(not keeps, recurse=False)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Free the gathered weights after the rows were updated; with `on_host`, copy the rows back
-        first."""
+        """Free the gathered weights, which are outdated after the rows were updated.
+
+        With `on_host`, the rows are first copied from host memory to the device.
+        """
         for parameter in self._moved:
             parameter.to_local().copy_(master_of(parameter))  # type: ignore[attr-defined]
         for module in self._modules:
@@ -175,7 +181,11 @@ def _shard(
     narrow: torch.dtype | None,
     wide: Collection[nn.Module],
 ) -> None:
-    """Call `fully_shard` on modules, inner ones first; `narrow` is for those not in `wide`."""
+    """Call `fully_shard` on each module; inner modules must come first.
+
+    Weights are gathered in the dtype `narrow`, except for those of the modules in `wide`. `whole`
+    has the `id` of each parameter that is not sharded.
+    """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -196,8 +206,10 @@ def _shard(
 
 
 class _GatheredParameters:
-    """The whole parameters that FSDP substitutes for the sharded ones during a pass; their hooks
-    call the user's hooks on the sharded ones."""
+    """Unsharded parameters, which FSDP substitutes for the sharded ones during a pass.
+
+    Their hooks call the hooks that the user registered on the sharded parameters.
+    """
 
     def __init__(
         self, model: nn.Module, hooks: Mapping[str, Hooks], whole: Collection[int]

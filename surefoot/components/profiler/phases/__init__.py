@@ -1,2 +1,1 @@
-"""The phases of a run: the phase clock, its counts, and the phases of a device that works
-asynchronously."""
+"""Time of a run by phase (data, forward, backward and so on)."""

@@ -1,9 +1,9 @@
-"""The phase clock, which is always on: it is switched from phase to phase, so that the phases add
-up to the wall time.
+"""Phase clock of a run, which is always on.
 
-A switch reads the monotonic clock once and adds the elapsed time to the phase that ends: no phase
-is a remainder. On an asynchronous device the switches record events in its stream, which are read
-when a window ends: see `device_line`.
+The run is in one phase at any time, so that the times of the phases add up to the wall time. A
+switch of the phase reads the monotonic clock once, and adds the elapsed time to the phase that
+ends. No phase is computed as a remainder. On an asynchronous device, a switch also records an event
+in the stream of the device; the events are read when a reporting window ends (see `device_line`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ ON_DEVICE = frozenset((COPY, FORWARD, BACKWARD, OPTIMIZER))  # the host only lau
 
 @final
 class PhaseClock:
-    """Clock of one run that counts time by phase and by step, from `start` on."""
+    """Clock that measures the time of one run by phase and by step.
+
+    A phase is an index into `PHASES`. All times are counted since the last call of `start`.
+    """
 
     __slots__ = (
         "_collecting_ns",
@@ -54,7 +57,7 @@ class PhaseClock:
         self.start(OTHER)
 
     def start(self, phase: int) -> None:
-        """Reset all counts, and start in `phase`."""
+        """Reset all counts, and make `phase` the current phase."""
         self._tally = Tally(len(PHASES), count_compiled)
         self._spent_ns = self._tally.spent_ns
         self._phase, self._since_ns = phase, perf_counter_ns()
@@ -63,12 +66,14 @@ class PhaseClock:
 
     @property
     def phase(self) -> int:
-        """The current phase."""
+        """The current phase, as an index into `PHASES`."""
         return self._phase
 
     def switch(self, phase: int) -> int:
-        """End the current phase and start `phase`; return the time of the switch, in nanoseconds of
-        the monotonic clock."""
+        """End the current phase and start `phase`.
+
+        Return the time of the switch, in nanoseconds of `time.perf_counter_ns`.
+        """
         now_ns = perf_counter_ns()
         if self._line is None:
             self._spent_ns[self._phase] += now_ns - self._since_ns
@@ -91,12 +96,15 @@ class PhaseClock:
             self.switch(before)
 
     def begin_steps(self) -> None:
-        """Start the first step now: the time before it belongs to no step."""
+        """Start the first step now; the time before this call is not part of any step."""
         self._tally.begin_steps(self._read_up_to_now(OTHER))
 
     def end_step(self, number: int) -> None:
-        """End the step `number`, which lasted from the end of the previous step and includes the
-        time between steps."""
+        """End step `number`.
+
+        A step lasts from the end of the previous step until this call, and includes the time
+        between steps.
+        """
         now_ns = self.switch(OTHER)
         if self._line is None:
             self._tally.end_step(number, now_ns, self._collecting_ns)
@@ -104,7 +112,7 @@ class PhaseClock:
             self._read_up_to_now(OTHER)
 
     def take(self) -> Timing:
-        """Return the timing since the last call, up to now. Waits for the device."""
+        """Wait for the device, and return the timing since the last call of `take`."""
         self._read_up_to_now(self._phase)
         return self._tally.take()
 
@@ -117,13 +125,17 @@ class PhaseClock:
         return now_ns
 
     def total(self) -> Timing:
-        """Return the timing from the start to the last `take`, with an even sample of the steps of
-        a long run."""
+        """Return the timing from `start` to the last call of `take`.
+
+        The step times of a long run are an evenly spaced sample.
+        """
         return self._tally.total()
 
     def listen_to_collections(self) -> Callable[[], None]:
-        """Time the garbage collections of this process, so that one can explain a slow step; return
-        the function that stops it."""
+        """Start to time the garbage collections of Python; return a function that stops this.
+
+        The times are used to find out whether garbage collection was the cause of a slow step.
+        """
         callback = self._on_collection
         gc.callbacks.append(callback)
 
@@ -141,11 +153,11 @@ class PhaseClock:
 
 
 def count_compiled() -> int:
-    """Return how many frames torch.compile has handled in this process; 0 while its compiler is not
-    imported.
+    """Return the number of frames that torch.compile has processed in this process.
 
-    `torch._dynamo.utils.counters` is private; where torch lacks it the count is 0, and a step that
-    compiled is explained by its slowest phase.
+    The number is 0 if `torch._dynamo` is not imported, or if torch lacks the private
+    `torch._dynamo.utils.counters`. In the second case, a step that was slow because of compilation
+    is attributed to its slowest phase.
     """
     loaded = sys.modules.get("torch._dynamo.utils")
     if loaded is None:

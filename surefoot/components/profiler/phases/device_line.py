@@ -1,10 +1,11 @@
-"""The phases of an asynchronous device: events in its stream, read at the end of a window.
+"""Phases on an asynchronous device, timed by events in its stream.
 
-Between two events the device either ran the kernels launched between them or waited for the host.
-Copy, forward, backward and optimizer launch kernels: each lasts from its event to the next one.
-Host phases between them (reading data, logging) count only for the time that the device was idle:
-for their last part, since the device was still busy during the first. So the phases add up to the
-wall time.
+The events are read at the end of a reporting window. Between two events, the device either ran the
+kernels that were launched between them or waited for the host. The phases copy, forward, backward
+and optimizer launch kernels; each of them lasts from its event to the next event. Phases of the
+host between them, such as reading data and logging, count only for the time in which the device was
+idle. That is the last part of the host phase, because the device was still busy during the first
+part. The phases therefore add up to the wall time.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ Segment = tuple[int, int]  # a phase of the host, nanoseconds
 
 @final
 class DeviceLine:
-    """Events in a device's stream where one of the phases `timed` starts or ends.
+    """Recorder of an event in a device's stream whenever one of the phases `timed` starts or ends.
 
-    `make_event` returns an event with record, synchronize and elapsed_time in ms, as
-    torch.cuda.Event.
+    `make_event` returns an event with the methods `record`, `synchronize` and `elapsed_time` (in
+    ms) of `torch.cuda.Event`.
     """
 
     def __init__(self, make_event: Callable[[], Any], timed: Collection[int]) -> None:
@@ -40,7 +41,10 @@ class DeviceLine:
         self._inside: int | None = None
 
     def start(self, now_ns: int) -> None:
-        """Reset at `now_ns`, when the device is idle."""
+        """Discard all records, and start at the host time `now_ns`.
+
+        The device must be idle at this time.
+        """
         self._line.clear()
         self._used, self._began_ns = 0, now_ns
         self._record()
@@ -54,16 +58,18 @@ class DeviceLine:
         return event
 
     def switch(self, old: int, new: int, spent_ns: int) -> None:
-        """Record that the host switched from the phase `old`, which took it `spent_ns`, to
-        `new`."""
+        """Record that the host switched to phase `new` after `spent_ns` in phase `old`."""
         if old not in self._timed:
             self._line.append((HOST, old, spent_ns))
         if old != new and (old in self._timed or new in self._timed):
             self._line.append((MARK, self._record(), new))
 
     def end_step(self, number: int, collecting_ns: int) -> bool:
-        """Record the end of a step; return whether so many events were recorded that they must be
-        read."""
+        """Record the end of a step; return whether the events must be read now.
+
+        They must be read if more than `MAX_MARKS` events are recorded. `collecting_ns` is the total
+        time of garbage collection so far.
+        """
         self._line.append((STEP, number, collecting_ns))
         return self._used > MAX_MARKS
 
@@ -72,8 +78,10 @@ class DeviceLine:
         self._record().synchronize()
 
     def read(self, tally: Tally, now_ns: int) -> None:
-        """Add the time between the events to `tally`, and reset. `now_ns` must be a time after
-        `wait`."""
+        """Add the times between the recorded events to `tally`, and discard the records.
+
+        `now_ns` is the host time after `wait` returned.
+        """
         last, inside, done_ns = self._events[0], self._inside, self._began_ns
         waited: list[Segment] = []
         for kind, *row in self._line:
@@ -106,11 +114,12 @@ def _add(tally: Tally, segments: Sequence[Segment]) -> None:
 
 
 def _find_exposed_segments(segments: Sequence[Segment], passed_ns: int) -> list[Segment]:
-    """Return the host phases during which the device was idle, of those in `segments`, where
-    `passed_ns` passed on the device.
+    """Return the phases of the host during which the device was idle, with their times.
 
-    Where more time passed on the device than on the host, the device ran work that the host
-    launched meanwhile; that time counts for the longest segment.
+    `segments` are the phases of the host, and `passed_ns` is the time that passed on the device
+    meanwhile. If more time passed on the device than on the host, the device ran work that the host
+    launched in one of these phases. The difference is then added for the phase of the longest
+    segment.
     """
     found = _take_last_segments(segments, passed_ns)
     left_ns = passed_ns - sum(ns for _, ns in found)
@@ -120,7 +129,10 @@ def _find_exposed_segments(segments: Sequence[Segment], passed_ns: int) -> list[
 
 
 def _take_last_segments(segments: Sequence[Segment], left_ns: int) -> list[Segment]:
-    """Return the last `left_ns` of the segments."""
+    """Return each segment, shortened to the part that lies in the last `left_ns` of all segments.
+
+    The result is in reverse order. The time of an earlier segment may be 0.
+    """
     found = []
     for phase, ns in reversed(segments):
         taken_ns = max(0, min(ns, left_ns))

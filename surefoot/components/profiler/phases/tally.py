@@ -1,5 +1,4 @@
-"""Counts of the phase clock: nanoseconds by phase and by step, and the outlier steps, each with its
-cause."""
+"""Counts of the phase clock: time by phase and by step, and the outlier steps with their causes."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ Noted = tuple[int, int, int, list[int]]
 
 @final
 class Tally:
-    """Counts of time by phase and step; the clock adds to `spent_ns` by the index of the phase, and
-    steps are judged at the end of a window.
+    """Time of a run by phase and by step, in nanoseconds.
 
-    After a step, this code is not in the CPU caches: its cost is the amount of code that runs, not
-    how often it runs.
+    The clock adds to `spent_ns`, which is indexed by phase. Outlier steps are found at the end of a
+    reporting window. After a training step, this code is no longer in the CPU caches. Its cost is
+    therefore determined by the amount of code that runs, not by how often it runs.
     """
 
     def __init__(self, num_phases: int, count_compiled: Callable[[], int]) -> None:
@@ -46,17 +45,20 @@ class Tally:
         self._stride = 1
 
     def begin_steps(self, now_ns: int) -> None:
-        """Start the next step at `now_ns`."""
+        """Start the next step at `now_ns`, a time of the monotonic clock."""
         self._last = (0, now_ns, self._last[2], self.spent_ns[:])
 
     def end_step(self, number: int, now_ns: int, collecting_ns: int) -> None:
-        """End a step; `collecting_ns` is the total time of garbage collection so far."""
+        """End step `number` at `now_ns`.
+
+        `collecting_ns` is the total time of garbage collection in the run so far.
+        """
         self._noted.append((number, now_ns, collecting_ns, self.spent_ns[:]))
         if len(self._noted) > MAX_STEPS:
             self._flush_steps()
 
     def take(self) -> Timing:
-        """Return the timing since the last call."""
+        """Return the timing since the last call of `take`."""
         self._flush_steps()
         has_changed = 2 * len(self._outliers) > len(self._steps) or not self._usual_ns
         if len(self._recent) >= (FEWEST if has_changed else OFTEN):
@@ -68,7 +70,7 @@ class Tally:
         return Timing(phases=phases, step_s=_rounded(steps), outliers=tuple(outliers))
 
     def _flush_steps(self) -> None:
-        """Add the recorded steps to the window; look for outliers only if one of them is slow."""
+        """Add the recorded steps to the window; if one of them is slow, look for outliers."""
         noted, self._noted = self._noted, []
         if not noted:
             return
@@ -85,8 +87,11 @@ class Tally:
         self._last = noted[-1]
 
     def _explain(self, noted: Sequence[Noted]) -> None:
-        """Find the cause of each outlier step, and of a run's first step: whether that is an
-        outlier is known once the usual time is."""
+        """Find the cause of each outlier step, and the cause of the first step of a run.
+
+        The first step may be an outlier, too. That is decided later, when the usual step time is
+        known.
+        """
         before, self._compiled = self._compiled, self._count_compiled()
         has_compiled = self._compiled > before
         for done, (begun, ended) in enumerate(pairwise(noted), self._num_steps):
@@ -103,10 +108,10 @@ class Tally:
                 )
 
     def _cause(self, begun: Noted, ended: Noted, done: int, has_compiled: bool) -> str:
-        """Return the cause of a slow step, after `done` others.
+        """Return the most likely cause of a slow step.
 
-        Compilation is the cause only of steps whose forward, backward or optimizer grew most over
-        the earlier steps.
+        `done` is the number of steps before it. Compilation is the cause only if the phase that
+        grew most, compared with the earlier steps, is forward, backward or optimizer.
         """
         if done and 2 * (ended[2] - begun[2]) > ended[1] - begun[1] - self._usual_ns:
             return "garbage collection"
@@ -123,7 +128,7 @@ class Tally:
             self._slowest = _find_slowest_steps(self._slowest)
 
     def _update_limits(self) -> None:
-        """Update the usual step time and the outlier limit, and keep a sample of the steps."""
+        """Update the usual step time and the outlier limit, and add the new steps to the sample."""
         recent, self._recent = self._recent, []
         newest = sorted(recent[-max(FEWEST, len(self._steps)) :])
         self._usual_ns = newest[len(newest) // 2]
@@ -140,13 +145,18 @@ class Tally:
             self._stride *= 2
 
     def _subsample(self, steps: Sequence[int]) -> Sequence[int]:
-        """Return every `_stride`-th of the newest steps, counted over the run, so that the sample
-        stays small."""
+        """Return every `_stride`-th step of `steps`, so that the sample of a long run stays small.
+
+        `steps` are the newest steps of the run; the stride is counted from the start of the run.
+        """
         return steps[-(self._num_steps - len(steps)) % self._stride :: self._stride]
 
     def total(self) -> Timing:
-        """Return the timing of the whole run: its phases, an even sample of its steps, and its
-        slowest outlier steps."""
+        """Return the timing of the whole run.
+
+        It has the time of each phase, an evenly spaced sample of the step times, and the slowest
+        outlier steps.
+        """
         phases = _seconds(self.spent_ns, [0] * len(self.spent_ns))
         sample = [*self._sample, *self._subsample(self._recent)]
         return Timing(

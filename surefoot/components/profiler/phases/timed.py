@@ -1,4 +1,4 @@
-"""A timer for one block of code, which uses events on a GPU."""
+"""Timer for a block of code; on a GPU, it uses CUDA events."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from surefoot.core.process.forked import uses_gpu
 
 @final
 class Timed:
-    """A context that times its block; `elapsed_s` is None inside the block and the seconds after
-    it."""
+    """A context that measures the time of its block.
+
+    `elapsed_s` is None inside the block. After the block, it is the time in seconds.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -49,14 +51,15 @@ class Timed:
 
 
 def timed(device: str | torch.device | None = None) -> Timed:
-    """Time a block: `with surefoot.timed() as took: ...`, then `took.elapsed_s`, in seconds.
+    """Return a context that measures the time of its block, in seconds.
 
-    On a GPU, this is the time from the start of the block's first work on the device to the end of
-    its last, measured with CUDA events; the host waits for the device once, at the end. On a CPU,
-    it is the time of the monotonic clock.
+    After `with surefoot.timed() as took: ...`, the time is `took.elapsed_s`. On a GPU, it is the
+    time between two CUDA events, which are recorded on the current stream at the start and at the
+    end of the block; the host waits for the device once, at the end. On a CPU, it is the time of
+    the monotonic clock.
 
     Args:
-        device: The device; None for the GPU if this process already uses one, else the CPU.
+        device: The device; None for the GPU if this process already uses one, otherwise the CPU.
     """
     if device is None:
         device = "cuda" if uses_gpu() else "cpu"

@@ -1,5 +1,7 @@
-"""Windows of torch.profiler around any loop, and analysis of their traces: operators, flame graphs,
-memory by category."""
+"""Recording of some steps of any loop with torch.profiler, and analysis of the trace.
+
+The analysis lists operators, draws flame graphs, and shows memory by category.
+"""
 
 from surefoot.core.old_homes import moved_to
 

@@ -1,4 +1,4 @@
-"""Analysis of a recorded window, and the files that it writes. Does not import torch."""
+"""Analysis of a trace of torch.profiler, and its result files; does not import torch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,12 @@ STACK_FILE, MODULE_FILE, DEVICE_FILE = "flame_stack.svg", "flame_module.svg", "f
 
 @dataclass(frozen=True, kw_only=True)
 class TraceAnalysis:
-    """The analysis of a window: its length, its operators, its frames by stack, module and device,
-    its memory. None means not recorded."""
+    """Analysis of the recorded steps of a trace; a field is None if the trace lacks its data.
+
+    `by_stack`, `by_module` and `by_device` are trees of frames, from which flame graphs are drawn.
+    `facts` is the contents of the facts file that the Profiler wrote beside the trace; it is empty
+    for any other trace.
+    """
 
     num_steps: int | None
     window_s: float
@@ -42,8 +46,11 @@ class TraceAnalysis:
 
     @property
     def slowdown(self) -> float | None:
-        """Step time inside the window over that before the profiler ran; None if no step ran
-        before."""
+        """Step time while the profiler recorded, divided by the step time before the profiler ran.
+
+        None if one of the two times is unknown, for example because no step ran before the
+        profiler.
+        """
         step_times = self.facts.get("step_s") or {}
         before, inside = step_times.get("before"), step_times.get("inside")
         return inside / before if before and inside else None
@@ -67,10 +74,12 @@ class TraceAnalysis:
 
 
 def analyze(path: Path) -> TraceAnalysis:
-    """Read a trace, with the facts file of its Profiler.
+    """Read a trace file and return its analysis.
+
+    For a file called trace.json.gz, the facts file that a Profiler wrote beside it is read, too.
 
     Raises:
-        InputError: For a file that is not a complete trace.
+        InputError: For a file that is not a complete trace, and for a damaged facts file.
     """
     facts = _facts(path.with_name(FACTS_FILE)) if path.name == TRACE_FILE else {}
     found = trace.read(path, most_steps=facts.get("num_steps"))
@@ -93,8 +102,10 @@ def analyze(path: Path) -> TraceAnalysis:
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Return the facts that a Profiler wrote beside its trace; an empty dict for a trace from
-    another program."""
+    """Return the contents of the facts file that a Profiler wrote; an empty dict if there is none.
+
+    A trace from a different program has no facts file. Raises InputError if the file is damaged.
+    """
     try:
         facts = json.loads(files.read_bytes(path.parent, path.name))
     except FileNotFoundError:
@@ -107,7 +118,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 
 def _are_facts(facts: Mapping[str, Any]) -> bool:
-    """Return whether the values used in calculations have the types that a Profiler writes."""
+    """Return whether the values needed for calculations have the types that a Profiler writes."""
     step_times = facts.get("step_s") or {}
     if not isinstance(step_times, dict) or not isinstance(facts.get("memory"), dict | None):
         return False
@@ -118,11 +129,12 @@ def _are_facts(facts: Mapping[str, Any]) -> bool:
 
 
 def draw(found: TraceAnalysis, folder: Path) -> list[Path]:
-    """Write the tables and flame graphs of a trace; return their paths.
+    """Write the operator table, flame graphs and memory timeline of a trace; return their paths.
 
     Args:
-        found: The trace, as `analyze` returns it.
-        folder: Folder of the files.
+        found: The analysis of the trace, as `analyze` returns it.
+        folder: Folder of the files. It is created if necessary; files of an earlier profile in it
+            are overwritten or removed.
 
     Raises:
         InputError: If the files cannot be written.

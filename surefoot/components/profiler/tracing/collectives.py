@@ -1,11 +1,12 @@
-"""The collectives of a window: when each started and ended, and how much of it was exposed. Does
-not import torch.
+"""Collectives in a trace: when each started and ended, and how much of it was exposed.
 
-A collective *overlaps* with the computation of its rank while the host does something else (gloo,
-on threads; memory that ranks share, where the other ranks continue), or while a device runs another
-kernel beside it (NCCL); the rest of it is *exposed*. It lasts from its start on this rank until it
-is complete, or, through shared memory, until it was waited for, so that waiting for a slower rank
-is a part of it.
+A collective lasts from its start on this rank until it is complete; through shared memory, it lasts
+until the host has waited for it. The time of waiting for a slower rank is therefore included. The
+collective *overlaps* with computation while a device also runs a different kernel (NCCL), or while
+the host is not inside a call of surefoot's communication (gloo, shared memory). The rest of its
+time is *exposed*.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ Spans = list[tuple[int, int]]  # sorted and disjoint, in nanoseconds
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveStats:
-    """The collectives at one position in the steps of a window: means over `num_calls`.
+    """Mean times of one collective of a step, over its `num_calls` calls in a window.
 
-    `begins_s` and `ends_s` are seconds after the start of the step; `backward_ends_s` is when the
-    step's last backward pass ended, None for a step without one. `num_early` of the calls started
-    before that.
+    `place` is the position of the collective among those with the same name in a step, starting at
+    1. `begins_s`, `ends_s` and `backward_ends_s` are seconds since the start of the step.
+    `backward_ends_s` is the end of the last backward pass in the step, or None if a step has no
+    backward pass. `num_early` is the number of calls that started before the end of the last
+    backward pass.
     """
 
     name: str
@@ -56,7 +59,7 @@ class CollectiveStats:
 
     @property
     def share(self) -> float | None:
-        """The share of the duration that is overlapped; None for a duration of 0."""
+        """Fraction of the duration that overlaps with computation; None if the duration is 0."""
         return self.overlapped_s / self.lasts_s if self.lasts_s > 0 else None
 
     def as_row(self) -> dict[str, Any]:
@@ -74,10 +77,10 @@ class _Call(NamedTuple):
 
 
 def find_collectives(trace: Trace) -> list[CollectiveStats] | None:
-    """Return the collectives at each position in a step, in the order in which they start.
+    """Return the mean times of each collective of a step, in order of their start times.
 
-    None if the trace has none, or does not show what was waited for: for gloo, only the trace of
-    a surefoot run does.
+    Return None if the trace has no collectives. Return None also if it does not show how long the
+    host waited for them: for gloo, only the trace of a surefoot run shows that.
     """
     work = [
         each
@@ -116,8 +119,11 @@ def _is_ours(each: Slice) -> bool:
 
 
 def _match_calls(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]:
-    """Return each collective with its name: calls are matched with the work in the order in which
-    they were issued."""
+    """Return each collective in `work` that has a c10d call, with its name.
+
+    Calls and collectives are matched in the order in which the calls were issued. The name is that
+    of the surefoot range around the call, or else the name of the slice in `work`.
+    """
     asked = [
         each for each in trace.slices if each.category == OPERATOR and each.name.startswith(CALL)
     ]
@@ -143,7 +149,7 @@ def _match_calls(trace: Trace, work: Sequence[Slice]) -> list[tuple[Slice, str]]
 def _shared_memory_collectives(trace: Trace) -> list[tuple[Slice, str]]:
     """Return the collectives through shared memory: surefoot's ranges without a c10d call inside.
 
-    Each lasts until the end of the wait range of as many bytes in the same step.
+    Each of them ends with the range that waits for the same number of bytes in the same step.
     """
     calls: dict[Any, list[int]] = {}
     for each in trace.slices:
@@ -234,6 +240,6 @@ def _merge_spans(slices: Iterable[Slice]) -> Spans:
 
 
 def _gaps(spans: Spans) -> Spans:
-    """Return the spans between `spans`, before the first and after the last."""
+    """Return the spans before the first, between, and after the last of `spans`."""
     edges = [-(1 << 62), *(edge for span in spans for edge in span), 1 << 62]
     return list(zip(edges[::2], edges[1::2], strict=True))

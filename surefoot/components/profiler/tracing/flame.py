@@ -1,8 +1,7 @@
-"""A tree of frames as a flame graph: one SVG file without external resources, which zooms by a
-click or the Enter key.
+"""Flame graph of a tree of frames, as one SVG file without external resources.
 
-The width of a frame is its share of the window; callers are above the functions they call, in the
-order of first calls.
+A click or the Enter key zooms in on a frame. The width of a frame is its share of the window.
+Callers are above the functions that they call, which are in the order of their first calls.
 """
 
 from __future__ import annotations
@@ -62,7 +61,11 @@ document.addEventListener('keydown',function(e){{if(e.key==='Escape')zoom(all[0]
 
 
 class FlameBox(NamedTuple):
-    """A frame with its position: nanoseconds from the left, rows from the top."""
+    """Frame with its position in a flame graph.
+
+    `left_ns` is the distance from the left edge, and `total_ns` the width, both in nanoseconds of
+    the window. `row` counts from the top, starting at 0.
+    """
 
     frame: StackFrame
     left_ns: int
@@ -71,7 +74,7 @@ class FlameBox(NamedTuple):
 
 
 def boxes(root: StackFrame) -> Iterator[FlameBox]:
-    """Yield the frames that are wide enough to be seen, each after its caller."""
+    """Yield the frames that are wide enough to be visible, each after its caller."""
     totals: dict[int, int] = {}
     _add_up(root, totals)
     least_ns = MIN_SHARE * totals[id(root)]
@@ -88,8 +91,11 @@ def boxes(root: StackFrame) -> Iterator[FlameBox]:
 
 
 def _add_up(root: StackFrame, totals: dict[int, int]) -> None:
-    """Add the total of every frame to `totals`, from the leaves up, without recursion: a Python
-    stack may be deeper than the limit."""
+    """Compute the total time of `root` and of every frame below it, in nanoseconds.
+
+    The times are stored in `totals`, by the `id` of the frame. The function is not recursive,
+    because a Python stack may be deeper than the recursion limit.
+    """
     order, waiting = [], [root]
     while waiting:
         frame = waiting.pop()
@@ -102,7 +108,7 @@ def _add_up(root: StackFrame, totals: dict[int, int]) -> None:
 
 
 def draw(root: StackFrame, title: str) -> str:
-    """Return the flame graph of a tree, as the text of an SVG file."""
+    """Return the flame graph of a tree as the text of an SVG file."""
     drawn = list(boxes(root))
     whole_ns = drawn[0].total_ns
     height = TOP + ROW * (1 + max(box.row for box in drawn)) + 8
@@ -144,8 +150,10 @@ def _group(box: FlameBox, whole_ns: int) -> str:
 
 
 def _color(name: str) -> str:
-    """Return a color that depends only on the name: warm for operators, blue for Python, green for
-    modules and ranges."""
+    """Return a color that depends only on the name of a frame.
+
+    It is a warm color for operators, blue for Python functions, and green for modules and ranges.
+    """
     spread = zlib.crc32(name.encode("utf-8", "replace"))
     hue = (
         20
@@ -158,6 +166,5 @@ def _color(name: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Return a name from user code or a file as text for XML: markup is escaped, and characters
-    that XML cannot contain become "?"."""
+    """Return `text` for use in XML: markup is escaped, and invalid characters become "?"."""
     return escape(_NOT_XML.sub("?", text), {'"': "&quot;", "'": "&#39;"})

@@ -1,5 +1,8 @@
-"""Slices of a trace, folded into a tree of frames: callers and callees, with their times, which add
-up exactly to the window."""
+"""Trees of frames (callers and callees with their times) from the slices of a trace.
+
+The self times of all frames in a tree add up exactly to the time of its root, for example to the
+length of the window.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ _NO_PATH: NamePath = ()
 
 @dataclass(slots=True)
 class StackFrame:
-    """A name below its callers, with its self time."""
+    """Node in a tree of frames: a name, its self time, and the frames that it called."""
 
     name: str
     self_ns: int = 0
@@ -33,7 +36,7 @@ class StackFrame:
 
     @property
     def total_ns(self) -> int:
-        """Self time of the frame plus that of all frames below it."""
+        """Self time of the frame plus that of all frames below it, in nanoseconds."""
         total_ns, waiting = 0, [self]
         while waiting:
             frame = waiting.pop()
@@ -42,7 +45,7 @@ class StackFrame:
         return total_ns
 
     def child(self, *names: str) -> StackFrame:
-        """Return the frame below this one along `names`; missing frames are created."""
+        """Return the frame at the path `names` below this one; create missing frames."""
         frame = self
         for name in names:
             frame = frame.children.setdefault(name, StackFrame(name))
@@ -51,8 +54,10 @@ class StackFrame:
 
 @dataclass(slots=True)
 class _OpenFrame:
-    """A frame on the stack: it lasts until `end_ns`, and its time up to `given_ns` has gone to
-    frames below it."""
+    """Frame on the stack of running frames, which ends at `end_ns`.
+
+    Its time up to `given_ns` is already attributed to frames below it.
+    """
 
     frame: StackFrame
     end_ns: int
@@ -60,8 +65,10 @@ class _OpenFrame:
 
 
 def by_stack(trace: Trace) -> StackFrame:
-    """Return the tree of Python functions and the operators they call, on the thread of the steps,
-    without common outer callers."""
+    """Return the tree of Python functions and the operators they call, on the thread of the steps.
+
+    Outer callers that are common to all of the window are left out.
+    """
     kept = (each for each in _main_thread_slices(trace) if each.category in (PYTHON, OPERATOR))
     root = fold(kept, trace.window, "the window")
     while not root.self_ns and len(root.children) == 1:
@@ -71,10 +78,10 @@ def by_stack(trace: Trace) -> StackFrame:
 
 
 def by_module(trace: Trace) -> StackFrame:
-    """Return the tree of ranges, modules and operators.
+    """Return the tree of ranges, modules and operators on the thread of the steps.
 
-    The backward pass of an operator is below the module that called the operator in the forward
-    pass.
+    The backward pass of an operator is placed below the module that called the operator in the
+    forward pass.
     """
     modules: dict[object, NamePath] = {}  # around an operator, by the number of its autograd node
 
@@ -91,7 +98,10 @@ def by_module(trace: Trace) -> StackFrame:
 
 
 def by_device(trace: Trace) -> StackFrame | None:
-    """Return the tree of device work, below the operators that launched it; None without any."""
+    """Return the tree of device work, placed below the operators that launched it.
+
+    Return None if the trace has no device work.
+    """
     work = [each for each in trace.slices if each.category in DEVICE_WORK]
     if not work:
         return None
@@ -119,10 +129,11 @@ def fold(
     name: str,
     path: Callable[[Slice, Sequence[str]], Sequence[str]] | None = None,
 ) -> StackFrame:
-    """Return the tree of the slices of one thread, given in order.
+    """Return the tree of frames for the slices of one thread.
 
-    Each slice is cut to the window and to its caller. `path` gets a slice and the names above it,
-    and returns the names of frames to insert above the slice.
+    The slices must be sorted by start time. Each slice is cut to `window` (start and end in
+    nanoseconds) and to its caller. `name` is the name of the root. `path` is called with a slice
+    and the names of the frames above it; it returns the names of frames to insert above the slice.
     """
     start_ns, end_ns = window
     root = StackFrame(name, end_ns - start_ns)
@@ -149,8 +160,11 @@ def _main_thread_slices(trace: Trace) -> list[Slice]:
 
 
 def _ranges_and_operators(trace: Trace) -> list[Slice]:
-    """Return the ranges and operators on the thread of the steps, without the ranges that belong to
-    one step or epoch only: those would keep the steps of a window apart."""
+    """Return the ranges and operators on the thread of the steps.
+
+    Ranges that belong to a single step or epoch are left out, because they would separate the steps
+    of a window in the tree.
+    """
     return [
         each
         for each in _main_thread_slices(trace)

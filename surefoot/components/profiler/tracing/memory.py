@@ -1,14 +1,15 @@
-"""Memory of a window over time: the allocations of a trace, by category. Does not import torch.
+"""Memory during the recorded steps of a trace, by category; does not import torch.
 
 | category | contents |
 | --- | --- |
 | parameters | the model's parameters and buffers |
 | gradients | the tensors in `.grad` |
 | optimizer | the state of the optimizers |
-| activations | allocated outside a backward pass, not freed before the next one; with the batch |
+| activations | allocated outside a backward pass, freed after the next began; also the batch |
 | temporaries | all other allocations |
 
-Only the memory of torch's allocator is seen: NumPy arrays and the memory of libraries are not.
+Only the memory of torch's allocators is included. NumPy arrays and the memory of other libraries
+are not.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ MAX_POINTS = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class KnownBlocks:
-    """Blocks whose category is known, address -> bytes, before the window and at its end, and the
-    gradients that hooks saw.
+    """Memory blocks whose category is known.
 
-    `gradients` are (clock nanoseconds, address); `device` is that of the parameters, -1 for the
-    host.
+    `before` and `after` have the blocks before the window and at its end: category -> address ->
+    bytes. `gradients` are pairs (nanoseconds of the system clock, address) that hooks recorded.
+    `device` is the device index of the parameters, -1 for the host.
     """
 
     before: Mapping[str, Mapping[int, int]]
@@ -67,8 +68,11 @@ class KnownBlocks:
 
 @dataclass(slots=True)
 class Allocation:
-    """An allocation from its start (None: before the window) to its end (None: after the
-    window)."""
+    """Block of memory with the times at which it was allocated and freed.
+
+    `began_ns` is None for a block that was allocated before the window, and `ended_ns` is None for
+    one that was not freed in the window.
+    """
 
     address: int
     num_bytes: int
@@ -79,15 +83,17 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Bytes by category at times in seconds from the start of the window; each value holds until
-    the next time."""
+    """Allocated bytes by category over time.
+
+    `times_s` are seconds since the start of the window. Each value is valid until the next time.
+    """
 
     times_s: list[float]
     categories: dict[str, list[int]]
 
     @property
     def peak(self) -> tuple[float, dict[str, int]]:
-        """The time of the largest sum, and the bytes of each category at that time."""
+        """Time of the largest sum, in seconds, and the bytes of each category at that time."""
         sums = [sum(values) for values in zip(*self.categories.values(), strict=True)]
         place = sums.index(max(sums))
         return self.times_s[place], {
@@ -99,8 +105,11 @@ class Timeline:
 
 
 def find_timeline(trace: Trace, known: KnownBlocks) -> Timeline:
-    """Return the memory of a trace by category. Earlier blocks of unknown category are seen only
-    once they are freed."""
+    """Return the allocated memory of a trace by category over time.
+
+    A block that was allocated before the window, and whose category is unknown, is included only if
+    it is freed in the window.
+    """
     changes = [each for each in trace.changes if each.device == known.device]
     allocated = {each.address for each in changes if each.num_bytes > 0}
     # for other earlier blocks, torch does not record the release
@@ -124,8 +133,12 @@ def find_timeline(trace: Trace, known: KnownBlocks) -> Timeline:
 
 
 def _pair(changes: Iterable[tuple[int, int, int]], before: list[Allocation]) -> list[Allocation]:
-    """Return blocks from allocations (more than 0 bytes) and releases; a release without an
-    allocation is a block from before the window."""
+    """Return blocks of memory from a sequence of allocations and releases.
+
+    A change is (time in nanoseconds, address, bytes); the bytes of a release are negative. `before`
+    are the known blocks from before the window. A release without an allocation becomes a block
+    from before the window.
+    """
     held = {block.address: block for block in before}
     done: list[Allocation] = []
     for time_ns, address, num_bytes in changes:
@@ -142,8 +155,11 @@ def _pair(changes: Iterable[tuple[int, int, int]], before: list[Allocation]) -> 
 
 
 def backward_passes(trace: Trace) -> list[tuple[int, int]]:
-    """Return the start and end of each backward pass: consecutive autograd nodes, without an
-    operator between them that no node called."""
+    """Return the start and end of each backward pass in a trace, in nanoseconds.
+
+    A backward pass is a sequence of autograd nodes. It ends at the next operator that no autograd
+    node called.
+    """
     found: list[tuple[int, int]] = []
     goes_on = False
     for each in trace.slices:
@@ -190,8 +206,11 @@ def _is_activation(block: Allocation, passes: Sequence[tuple[int, int]]) -> bool
 
 
 def _sample(blocks: Sequence[Allocation], window: tuple[int, int]) -> Timeline:
-    """Return the sums at every change, thinned out: each interval shows its largest sum, from its
-    start on."""
+    """Return the bytes by category at every change, reduced to at most `MAX_POINTS` times.
+
+    If there are more changes, each point has the largest sum of an interval, at the start of the
+    interval.
+    """
     moments: list[tuple[int, str, int]] = []
     for block in blocks:
         began_ns = window[0] if block.began_ns is None else max(window[0], block.began_ns)

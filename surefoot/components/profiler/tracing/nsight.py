@@ -1,5 +1,7 @@
-"""Commands that record the window of a run with NVIDIA Nsight Systems and Nsight Compute; reports
-end in .nsys-rep and .ncu-rep."""
+"""Commands that record the window of a run with NVIDIA Nsight Systems and Nsight Compute.
+
+Their reports have the extensions .nsys-rep and .ncu-rep.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from pathlib import Path
 
 
 def render(words: Sequence[str], folder: Path, *, world_size: int = 1) -> dict[str, str]:
-    """Return the command lines of nsys and ncu around `words`, the command that opens NVTX ranges
-    and marks its window for capture.
+    """Return the command lines of nsys and ncu that run and record the command `words`.
 
-    The reports go to `folder`, one for each rank where there are several: the tools substitute the
-    rank for %q{RANK}.
+    The command must open NVTX ranges, and start and stop the capture of its window. The reports are
+    written to `folder`. If there is more than one rank, each rank has its own report: nsys and ncu
+    replace %q{RANK} with the rank.
 
     >>> print(render(["surefoot", "profile", "digits", "--nvtx"], Path("p"))["ncu"])
     ncu --profile-from-start=off --nvtx --set=full --export=p/ncu surefoot profile digits --nvtx

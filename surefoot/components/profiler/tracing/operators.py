@@ -1,4 +1,4 @@
-"""Operators of a trace with their self time and memory, as the rows of a table."""
+"""Statistics of the operators in a trace, such as self time and memory, as rows of a table."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ TRANSPOSED = {
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorStats:
-    """All calls of an operator in the window, summed; an unknown value is None.
+    """Sums over all calls of one operator in the recorded steps; an unknown value is None.
 
-    The `self_` fields exclude operators that it called. `self_bytes` is the memory that it
-    allocated itself less what it freed itself; `flops` counts multiplications and additions of the
-    operators whose shapes determine them (matmuls and convolutions); `bytes` is the size of the
-    input tensors. `flops` and `bytes` cover all calls, or are None.
+    The fields `self_...` do not include the operators that the operator called. `self_bytes` is the
+    memory that it allocated minus the memory that it freed. `flops` counts multiplications and
+    additions; only matmuls and convolutions have a formula. `bytes` is the size of the input
+    tensors. `flops` and `bytes` are None if they are unknown for one of the calls.
     """
 
     name: str
@@ -104,8 +104,10 @@ class _OperatorSum:
 
 
 def find_operators(trace: Trace) -> list[OperatorStats]:
-    """Return the operators that started in the window, on every thread, the largest self time
-    first: that on the device where there is one."""
+    """Return the operators that started in the window of a trace, on all threads.
+
+    They are sorted by self time on the device, then by self time on the host, the longest first.
+    """
     sums: defaultdict[str, _OperatorSum] = defaultdict(_OperatorSum)
     first_ns, last_ns = trace.window
     by_thread: defaultdict[Any, list[Slice]] = defaultdict(list)
@@ -127,8 +129,11 @@ def find_operators(trace: Trace) -> list[OperatorStats]:
 def _add_thread(
     sums: Mapping[str, _OperatorSum], slices: Sequence[Slice], changes: Iterable[MemoryChange]
 ) -> None:
-    """Add the operators of a thread, in order, and attribute each memory change to the innermost
-    running operator."""
+    """Add the operators of one thread to `sums`.
+
+    `slices` and `changes` must be sorted by time. Each memory change is attributed to the innermost
+    operator that is running at the time.
+    """
     stack: list[Slice] = []
     waiting = iter(changes)
     change = next(waiting, None)
@@ -150,7 +155,7 @@ def _add_thread(
         if stack:
             sums[stack[-1].name].self_ns -= length_ns
         found = sums[each.name]
-        # an operator that hands on to itself is called once, as torch counts
+        # an operator that calls itself directly counts as one call, as in torch
         found.calls += not stack or stack[-1].name != each.name
         found.self_ns += length_ns
         # of recursive calls only the outermost counts
@@ -162,8 +167,10 @@ def _add_thread(
 
 
 def _add_shapes(found: _OperatorSum, each: Slice) -> None:
-    """Add the bytes and FLOPs of a call; a value that is unknown for one call is unknown for
-    all."""
+    """Add the bytes and FLOPs of one call to `found`.
+
+    A sum becomes None if its value is unknown for one call.
+    """
     shapes, types, values = (
         each.details.get(key) for key in ("Input Dims", "Input type", "Concrete Inputs")
     )
@@ -173,7 +180,7 @@ def _add_shapes(found: _OperatorSum, each: Slice) -> None:
     found.bytes = _add_or_none(
         found.bytes, None if each.name in INDEXED else _input_bytes(shapes, types)
     )
-    # has no convention: not counted
+    # complex arithmetic has no agreed count of FLOPs
     is_complex = any(isinstance(kind, str) and "complex" in kind for kind in types)
     values = values if isinstance(values, list) else []
     found.flops = _add_or_none(
@@ -186,8 +193,11 @@ def _add_or_none(total: int | None, more: int | None) -> int | None:
 
 
 def _input_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
-    """Return the bytes of a call's tensors; None for a list of tensors, whose types torch does not
-    record, or for odd entries."""
+    """Return the bytes of the input tensors of a call, or None if they are unknown.
+
+    They are unknown for a list of tensors, whose types torch does not record, and for invalid
+    entries.
+    """
     if len(shapes) != len(types):
         return None
     given = [
@@ -202,8 +212,10 @@ def _input_bytes(shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
 
 
 def count_flops(name: str, shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """Return the FLOPs of one call from its shapes, a multiplication and an addition as two; None
-    for an operator without a formula.
+    """Return the FLOPs of one operator call, or None if the operator has no formula.
+
+    `shapes` and `values` are "Input Dims" and "Concrete Inputs" of the trace. A multiplication and
+    an addition are 2 FLOPs.
 
     >>> count_flops("aten::mm", [[32, 64], [64, 10]], [])
     40960
@@ -239,7 +251,8 @@ def _count_convolution(
 ) -> int | None:
     """Return the FLOPs of a convolution: 2 x outputs x (input channels of a group x kernel).
 
-    `places` are the indices of stride and padding in `values`; dilation comes after them.
+    `places` are the indices of stride and padding in `values`; the dilation follows after both.
+    Return None if the values are invalid.
     """
     sizes, weight = shapes[0][2:], shapes[1]
     if not sizes or len(shapes[0]) != len(weight):
@@ -263,8 +276,10 @@ def _count_convolution(
 
 
 def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    """Return the FLOPs of a convolution's backward pass: once for each requested gradient of input
-    and weights."""
+    """Return the FLOPs of the backward pass of a convolution, or None if they are unknown.
+
+    Each requested gradient of the input and of the weight costs as much as the forward pass.
+    """
     if (
         len(shapes) < 3
         or not is_shape(shapes[2])
@@ -279,8 +294,11 @@ def _count_backward(shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
 
 
 def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
-    """Return a list of integers from its text in the trace, such as "[1, 1]"; None for any other
-    text or length."""
+    """Return the `count` integers that `values[place]` contains as text, such as "[1, 1]".
+
+    A single integer is repeated `count` times. Return None if the text is not a list of integers,
+    or has a different length.
+    """
     text = str(values[place]) if place < len(values) else ""
     parts = [part.strip() for part in text.strip("[]").split(",")]
     if not all(_WHOLE.fullmatch(part) for part in parts):
@@ -291,8 +309,10 @@ def _numbers(values: Sequence[Any], place: int, count: int) -> list[int] | None:
 
 
 def _add_device(sums: Mapping[str, _OperatorSum], trace: Trace) -> bool:
-    """Add the time of device work to the operator that launched it; return whether there was any
-    device work."""
+    """Add the time of all device work to the operators that launched it.
+
+    Return whether the trace has any device work.
+    """
     names = {
         each.mark("External id"): each.name for each in trace.slices if each.category == OPERATOR
     }

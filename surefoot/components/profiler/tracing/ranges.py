@@ -1,7 +1,7 @@
-"""Named ranges around epochs, steps, phases and modules, for torch.profiler and for NVTX, closed
-also after an error.
+"""Named ranges around epochs, steps, phases and modules, for torch.profiler and NVTX.
 
-Ranges are opened only while a window is open; outside of one a loop has no overhead from them.
+Ranges are opened only while a window of steps is recorded. Outside of the window, a loop has no
+overhead from them. They are closed even after an error.
 """
 
 from __future__ import annotations
@@ -20,22 +20,27 @@ LEVELS = ("epoch", "step", "phase")
 
 @final
 class Ranges:
-    """Nested ranges, at most one open on each level; opening one closes the range on its level and
-    those inside of it."""
+    """Nested ranges on the levels epoch, step and phase, with at most one open range on each level.
+
+    Opening a range first closes the open ranges on its level and on the levels inside it.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, record_function] = {}
         self._names: dict[str, str] = {}
 
     def begin(self, level: str, name: str) -> None:
-        """Open `name` on `level`, unless the epoch of that name is open already."""
+        """Open the range `name` on `level`.
+
+        If `level` is "epoch" and a range of this name is already open on it, nothing happens.
+        """
         if self._names.get(level) == name and level == LEVELS[0]:
             return
         self.end(level)
         self._open[level], self._names[level] = _enter_range(name), name
 
     def end(self, level: str = LEVELS[0]) -> None:
-        """Close the open ranges on `level` and below, the innermost first."""
+        """Close the open ranges on `level` and on the levels inside it, the innermost first."""
         for each in reversed(LEVELS[LEVELS.index(level) :]):
             opened = self._open.pop(each, None)
             self._names.pop(each, None)
@@ -45,8 +50,7 @@ class Ranges:
 
 @final
 class ModuleRanges:
-    """A range around every forward pass of each submodule of `model`, by its name, from `open` to
-    `close`."""
+    """Named range around every forward pass of each module of `model`, from `open` to `close`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._names = {
@@ -59,7 +63,7 @@ class ModuleRanges:
     def open(self) -> None:
         for handle in (
             hooks.register_module_forward_pre_hook(self._enter),
-            # also for a module that raised
+            # always_call: even for a module that raised
             hooks.register_module_forward_hook(self._exit_module, always_call=True),
         ):
             self._hooked.callback(handle.remove)

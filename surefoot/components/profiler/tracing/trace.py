@@ -1,7 +1,7 @@
-"""A trace of torch.profiler, read from a file: the slices of its threads and the changes of its
-memory. Does not import torch.
+"""Traces of torch.profiler, read from a file: slices of threads, and changes of memory.
 
-Times are integer nanoseconds, so that the parts of an interval add up to it exactly.
+Times are integer nanoseconds, so that the parts of an interval add up to it exactly. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from surefoot.core.errors import InputError
 MAX_TEXT_BYTES = 4 << 30  # unpacked size; a longer file is not a trace of a window
 LARGEST = 1e18  # as microseconds 30,000 years
 MAX_ELEMENTS = 2**63  # torch counts the elements of a tensor in 63 bits
-STEP_PREFIX = "ProfilerStep#"  # torch.profiler's own mark of a step
+STEP_PREFIX = "ProfilerStep#"  # prefix of torch.profiler's own range of a step
 OUR_STEP = "step "  # prefix of the step number; the warm-up step has no range
 OPERATOR, PYTHON, RANGE = "cpu_op", "python_function", "user_annotation"
 AUTOGRAD_NODE = "autograd::engine::evaluate_function"  # torch's range around an autograd node
@@ -31,7 +31,7 @@ _HINT = "give one that surefoot profile or torch.profiler wrote: trace.json.gz"
 
 
 class Slice(NamedTuple):
-    """An event with a start and an end on a thread; `details` are its args in the trace."""
+    """Event with a start and an end on a thread; `details` are its `args` in the trace."""
 
     start_ns: int
     end_ns: int
@@ -47,7 +47,11 @@ class Slice(NamedTuple):
 
 
 class MemoryChange(NamedTuple):
-    """Bytes that an allocator allocated (more than 0) or freed; `device` is -1 for the host."""
+    """Allocation or release of memory by an allocator of torch.
+
+    `num_bytes` is positive for an allocation and negative for a release. `device` is the device
+    index, -1 for the host.
+    """
 
     time_ns: int
     address: int
@@ -58,10 +62,10 @@ class MemoryChange(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The contents of a trace: slices in the order of their starts, the longer one first, and
-    memory changes.
+    """Contents of a trace file.
 
-    `epoch_ns` plus a time of the trace is the time of the system clock.
+    `slices` are sorted by start time; of slices with the same start, the longest comes first. A
+    time of the trace plus `epoch_ns` is a time of the system clock, in nanoseconds.
     """
 
     slices: Sequence[Slice]
@@ -72,8 +76,11 @@ class Trace:
 
     @cached_property
     def steps(self) -> list[Slice]:
-        """A slice for each step of the window: surefoot's ranges, else torch.profiler's; empty
-        where the trace has neither."""
+        """Slice of each step in the window.
+
+        These are the ranges of surefoot, or those of torch.profiler if the trace has no ranges of
+        surefoot. The list is empty if the trace has neither.
+        """
         ranges = [each for each in self.slices if each.category == RANGE]
         ours = [
             each
@@ -86,13 +93,16 @@ class Trace:
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """The start and end of the window: that of its steps, or of all operators."""
+        """Start of the first step and end of the last step, in nanoseconds.
+
+        If the trace has no steps, the start and end of all operators.
+        """
         inside = self.steps or [each for each in self.slices if each.category == OPERATOR]
         return min(each.start_ns for each in inside), max(each.end_ns for each in inside)
 
     @cached_property
     def main_thread(self) -> tuple[Any, Any]:
-        """The thread of the steps; without steps, the one with the most operator time."""
+        """Thread of the steps; without steps, the thread with the most operator time."""
         if self.steps:
             return self.steps[0].thread
         busy: Counter[tuple[Any, Any]] = Counter()
@@ -103,8 +113,11 @@ class Trace:
 
 
 def read(path: Path, *, most_steps: int | None = None) -> Trace:
-    """Read a trace, gzipped or not. Raises InputError for a file that is missing, truncated, or no
-    trace of torch.profiler."""
+    """Read a trace file, gzipped or not.
+
+    If `most_steps` is not None, `Trace.steps` has at most that many steps. Raises InputError if the
+    file is missing or truncated, or is not a trace of torch.profiler.
+    """
     return _parse_trace(_load(path), path, most_steps)
 
 
@@ -173,7 +186,10 @@ def _parse_trace(document: Any, path: Path, most_steps: int | None) -> Trace:
 
 
 def _find_damage(slices: Sequence[Slice], changes: Sequence[MemoryChange]) -> str | None:
-    """Return a text for values that no tensor and no allocator can have; None without any."""
+    """Return a description of the first value that no tensor and no allocation can have.
+
+    Return None if there is no such value.
+    """
     odd = next(
         (
             each
@@ -227,7 +243,7 @@ def _nanoseconds(microseconds: Any) -> int | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Return whether `value` is a number that can be used for times and durations."""
+    """Return whether `value` is a number below 1e18 in magnitude, usable as a time or duration."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -248,10 +264,10 @@ def is_shape(sizes: Any) -> bool:
 
 
 def has_odd_sizes(shapes: Any) -> bool:
-    """Return whether a list of integers in `shapes` is no valid shape; the shapes of tensor lists
-    are one level down.
+    """Return whether a list of integers in `shapes` is not a valid tensor shape.
 
-    Entries that are not lists of integers do not count.
+    The shapes of a list of tensors are nested one level deeper. Entries that are not lists of
+    integers are ignored.
 
     >>> has_odd_sizes([[2, 3], [], [[4], [5]]]), has_odd_sizes([[True], "x"])
     (False, False)
@@ -268,8 +284,11 @@ def has_odd_sizes(shapes: Any) -> bool:
 
 
 def shrink(path: Path, limit_bytes: int) -> int | None:
-    """Drop the last steps of a gzipped trace until it has at most `limit_bytes`; return how many
-    steps remain, None if the file was small enough."""
+    """Remove steps from the end of a gzipped trace file until it has at most `limit_bytes`.
+
+    At least one step remains. Return the number of remaining steps, or None if the file was already
+    small enough.
+    """
     if path.stat().st_size <= limit_bytes:
         return None
     document, steps = _load(path), read(path).steps

@@ -1,5 +1,7 @@
-"""A window of a loop's steps, recorded by torch.profiler; it opens and closes automatically, and
-has no cost outside."""
+"""Recording of a window of a loop's steps with torch.profiler.
+
+The window opens and closes automatically. Outside of it, the loop has no overhead.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,15 @@ CLOSING_FACTOR = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Steps of a profile, which are recorded once.
+    """Numbers of steps that a profile waits, warms up and records; it records only once.
 
     Args:
-        wait: Steps before the window, without the profiler.
-        warmup: Steps for which the profiler runs, and which are discarded.
+        wait: Steps before the profiler starts.
+        warmup: Steps for which the profiler runs, but whose events are discarded.
         active: Steps that are recorded.
 
     Raises:
-        InputError: For less than 1 active step, or negative numbers.
+        InputError: If `active` is less than 1, or another number is negative.
     """
 
     wait: int = 10
@@ -71,8 +73,11 @@ class Window:
         return self.wait + self.warmup + self.active
 
     def fitted(self, num_left: int | None) -> Window:
-        """Return this window, or one that fits into `num_left` steps: at most half of them before
-        it, the others recorded."""
+        """Return this window, shortened if it has more than `num_left` steps.
+
+        A shortened window records after at most half of the remaining steps. None means that the
+        number of remaining steps is not limited. Raises InputError if no steps remain.
+        """
         if num_left is None or num_left >= self.num_steps:
             return self
         if num_left < 1:
@@ -91,12 +96,12 @@ class Window:
 
 @final
 class Profiler:
-    """Recorder of one window of steps of any loop.
+    """Recorder of one window of steps of any loop, which uses torch.profiler.
 
-    Call `step_done()` after each step, or use the object as a context around the loop. `is_done` is
-    true when the window has been recorded. The steps recorded so far are written early if the loop
-    ends before the window, or if the whole window would take more than half of the available
-    memory.
+    Call `step_done()` after each step. Use the object as a context around the loop, or call
+    `close()` after the loop. `is_done` is true as soon as the window has ended. The window ends
+    early if the loop ends, or if all of its steps would take more than half of the available
+    memory. The steps recorded until then are written.
 
         with Profiler(model, "profile") as profiler:
             for batch in loader:
@@ -111,11 +116,12 @@ class Profiler:
         optimizers: Optimizers, whose memory is reported separately.
         more_state: Further tensors to report as optimizer memory.
         first_step: The number of the first step.
-        nvtx: Record nothing, but mark ranges and the window for nsys or ncu, which record them.
+        nvtx: Record nothing, but open NVTX ranges and start the capture for nsys or ncu, which
+            record the window.
 
     Raises:
-        InputError: For an unknown level, for `nvtx` without a GPU, and at the end of a context
-            whose loop ended before the window.
+        InputError: For an unknown level, for `nvtx` without a GPU, for a trace that cannot be
+            written, and at the end of a context whose loop ended before any step was recorded.
     """
 
     def __init__(
@@ -153,7 +159,10 @@ class Profiler:
         self._advance(None)
 
     def step_done(self, epoch: int | None = None) -> None:
-        """Record that a step ended; `epoch` names the range of the next one."""
+        """Record that a step has ended.
+
+        `epoch` is the epoch of the next step; the range of that epoch is named after it.
+        """
         if self.is_done:
             return
         self._num_done += 1
@@ -168,7 +177,7 @@ class Profiler:
         self._advance(epoch)
 
     def _advance(self, epoch: int | None) -> None:
-        """Start the warm-up, the recording, and the ranges of the next step, whichever is due."""
+        """Start the profiler, the recording of memory, and the ranges of the next step, if due."""
         if self._num_done == self.window.wait and self._running is None and not self._nvtx:
             self._running = self._make()
             self._running.start()
@@ -188,9 +197,10 @@ class Profiler:
             self.ranges.begin("step", f"{trace.OUR_STEP}{self._first_step + self._num_done}")
 
     def _needs_too_much_memory(self) -> bool:
-        """Return whether ending the window now would take more than half of the available memory.
+        """Return whether closing the window now would take more than half of the available memory.
 
-        The first reading is the baseline: by then a loop has allocated what it needs itself.
+        The memory of the recorded steps is the growth of the process since the first reading. By
+        then the loop has allocated the memory that it needs itself.
         """
         if self._running is None or self._num_recorded == 0 or self._num_recorded % CHECK_EVERY:
             return False
@@ -203,8 +213,10 @@ class Profiler:
         return self._is_short
 
     def _begin_capture(self) -> None:
-        """Start the capture of nsys or ncu, with every range and operator as an NVTX range, until
-        the window closes."""
+        """Start the capture of nsys or ncu, which ends when the window closes.
+
+        Until then, every range and operator opens an NVTX range.
+        """
         capture: Any = torch.cuda.profiler  # torch has no type annotations for both
         mark: Any = torch.autograd.profiler.emit_nvtx
         torch.cuda.synchronize()
@@ -215,8 +227,11 @@ class Profiler:
 
     @property
     def _first_recorded(self) -> int:
-        """The step from which memory is recorded, the last of the warm-up: torch records a block's
-        release only if it saw the allocation."""
+        """Index of the step from which memory is recorded: the last step of the warm-up.
+
+        It is before the window, because torch records the release of a block only if it recorded
+        the allocation.
+        """
         return self.window.wait + max(0, self.window.warmup - 1)
 
     def _make(self) -> profile:
@@ -251,7 +266,7 @@ class Profiler:
             self._gradients.append((time.time_ns(), _address(parameter.grad)))
 
     def _find_known_blocks(self) -> dict[str, dict[int, int]]:
-        """Return the blocks whose category is known now, by category."""
+        """Return the memory blocks whose category is known now: category -> address -> bytes."""
         held = [
             value
             for each in self._optimizers
@@ -274,8 +289,10 @@ class Profiler:
         }
 
     def close(self) -> bool:
-        """End the window and write the recorded steps; return whether there are any. A second call
-        only returns that."""
+        """End the window and write the recorded steps; return whether there are any.
+
+        A further call only returns this value.
+        """
         if self.is_done:
             return self._num_recorded > 0
         self.is_done = True
@@ -298,8 +315,10 @@ class Profiler:
         return max(0, self._num_done - self.window.wait - self.window.warmup)
 
     def _write(self, running: profile, after: Mapping[str, Mapping[int, int]]) -> None:
-        """Write the trace, and the facts that it lacks. Raises InputError if the disk
-        refuses."""
+        """Write the trace, and a file with the facts that the trace lacks.
+
+        Raises InputError if they cannot be written.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             path, draft = self.folder / TRACE_FILE, self.folder / f".{TRACE_FILE}.draft.json.gz"
@@ -332,8 +351,10 @@ class Profiler:
             ) from error
 
     def _step_times(self) -> dict[str, float | None]:
-        """Return the median step time before the profiler ran and inside the window, in seconds;
-        None if no step ran."""
+        """Return the median step time in seconds, before the profiler ran and inside the window.
+
+        A time is None if there is no step to measure.
+        """
         lengths = [
             later - earlier
             for earlier, later in zip(self._marks_s, self._marks_s[1:], strict=False)
@@ -361,7 +382,7 @@ class Profiler:
 
 
 def check_gpu() -> None:
-    """Raise InputError if torch sees no GPU for nsys and ncu."""
+    """Raise InputError if torch sees no GPU, which nsys and ncu need."""
     if not torch.cuda.is_available():
         raise InputError(
             "torch sees no GPU, so there is nothing for nsys or ncu to record",
@@ -370,7 +391,10 @@ def check_gpu() -> None:
 
 
 def check_levels(levels: Sequence[str]) -> tuple[str, ...]:
-    """Return the levels in their fixed order. Raises InputError for an unknown one."""
+    """Return the levels in the order of `LEVELS`, each of them once.
+
+    Raises InputError for an unknown level.
+    """
     for each in levels:
         if each not in LEVELS:
             raise InputError(

@@ -1,1 +1,1 @@
-"""Findings during a run: weights that do not move, changed data, state outside of checkpoints."""
+"""Checks during a run: weights that do not change, changed data, state outside of checkpoints."""

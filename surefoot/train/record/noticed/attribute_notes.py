@@ -1,4 +1,4 @@
-"""Reports on attributes of modules and optimizers that change in a step and are not saved."""
+"""Reports on attributes of modules and optimizers that steps change but checkpoints do not hold."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ KEEP_INNER = (
     "return the state_dict() of that optimizer from state_dict() too, under a key of its own, and "
     "load it in load_state_dict()"
 )
-# what torch, its schedulers and GradScaler set; each is computed again, or saved elsewhere
+# attributes that torch, its schedulers and GradScaler set: recomputed, or saved elsewhere
 OF_TORCH = frozenset(
     {
         "defaults",
@@ -72,19 +72,23 @@ OF_TORCH = frozenset(
         "_zero_grad_profile_name",
     }
 )
-MAX_HASHED = 1 << 20  # elements in one attribute that are read; more are compared by version
+MAX_HASHED = 1 << 20  # elements of an attribute; larger ones are compared by version counter
 Found = tuple[str, str]
 
 
 class AttributeNotes:
-    """Reports that name every attribute once."""
+    """Reports on attributes of modules, with each attribute only once."""
 
     def __init__(self, num_ranks: int = 1, *, of_loop: bool = False) -> None:
         self._num_ranks, self._of_loop = num_ranks, of_loop
         self._reported: set[str] = set()
 
     def take(self, saved: Sequence[str], unsaved: Sequence[str]) -> list[tuple[str, str]]:
-        """Return the reports on attributes not reported before, as (finding, action)."""
+        """Return reports on the attributes that were not reported before, as (finding, action).
+
+        A change of an attribute in `saved` is reported only on several ranks, of which rank 0 saves
+        its copy.
+        """
         notes = []
         if new := self._take_new(unsaved):
             resumed = OF_LOOP if self._of_loop else OF_RUN
@@ -107,10 +111,10 @@ class AttributeNotes:
 
 @final
 class OptimizerAttributes:
-    """Attributes of optimizers at the time of `begin`, compared after some of the later steps."""
+    """Attributes of optimizers as `begin` read them, compared after some of the later steps."""
 
     def __init__(self, optimizers: Sequence[Any], what: str, held: Sequence[Any] = ()) -> None:
-        """Watch `optimizers`; those in `held` are saved, also where they are attributes."""
+        """Watch `optimizers`; objects in `held` are saved, even if they are attributes."""
         self._optimizers, self._what = optimizers, what
         self._held = {id(each) for each in (*optimizers, *held)}
         self._before: list[Mapping[str, Any]] | None = None  # None until `begin`
@@ -123,9 +127,9 @@ class OptimizerAttributes:
             self._before = [self._read(each) for each in self._optimizers]
 
     def find_changed(self) -> list[Found]:
-        """Return, once for each attribute, (finding, action).
+        """Return each changed attribute that no checkpoint holds, once, as (finding, action).
 
-        The attributes are read in the first two calls and then ever more rarely, in calls 4, 8, 16.
+        Attributes are compared in calls 1, 2, 4, 8, 16 and so on.
         """
         self._num_asked += 1
         if self._before is None or self._num_asked & (self._num_asked - 1):
@@ -159,7 +163,10 @@ class OptimizerAttributes:
                 yield name_some(names, MAX_NAMED), action
 
     def _read(self, optimizer: Any) -> dict[str, Any]:
-        """Return the attributes of an optimizer, signed, without those that torch sets."""
+        """Return, for each attribute of an optimizer, an object that differs if the value changes.
+
+        Attributes that torch sets are left out.
+        """
         aliases = _aliases_of(optimizer)
         return {
             name: _sign(value, aliases)
@@ -171,7 +178,7 @@ class OptimizerAttributes:
 
 
 def optimizers_in(value: Any) -> list[Optimizer]:
-    """Return an attribute that is an optimizer, or the optimizers in a list, tuple or dict."""
+    """Return the optimizers in an attribute: `value`, or entries of a list, tuple or dict."""
     if isinstance(value, Optimizer):
         return [value]
     return [part for _, part in parts_of(value) or () if isinstance(part, Optimizer)]
@@ -186,7 +193,10 @@ def _aliases_of(optimizer: Any) -> Aliases:
 
 
 def _sign(value: Any, aliases: Aliases) -> Any:
-    """Return a value that differs if `value` has changed; None for what is saved or no state."""
+    """Return an object that differs if `value` changes.
+
+    Returns None if `value` holds no state, or only tensors of the optimizer that are saved anyway.
+    """
     if is_generator(value):
         return sign(value, aliases)
     if inner := optimizers_in(value):
@@ -204,10 +214,10 @@ def _sign(value: Any, aliases: Aliases) -> Any:
 
 
 def _is_saved(name: str, optimizer: Any, saved: Mapping[str, Any]) -> bool:
-    """Return whether a state dict contains an attribute of the optimizer.
+    """Return whether the state dict `saved` contains the attribute `name` of the optimizer.
 
-    It does with an entry of that name, or with one of that value outside of the states and groups
-    of parameters.
+    It does if it has an entry with this name, or an entry with this value outside of the states and
+    groups of parameters.
     """
     none = Aliases.of_tensors({})
     value = getattr(optimizer, name)
@@ -253,7 +263,7 @@ def _all_parts(value: Any) -> Iterator[Any]:
 
 @final
 class OptimizerWatch:
-    """Step function that names the attributes of optimizers that no checkpoint holds."""
+    """Step function that reports attributes of optimizers that no checkpoint holds."""
 
     def __init__(
         self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling

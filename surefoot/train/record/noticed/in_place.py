@@ -12,14 +12,14 @@ from surefoot.contract.task import Batch
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
 
-NUM_WATCHED = 2  # steps: the first batch of an iterable may be the copy that a check left
+NUM_WATCHED = 2  # steps; the first batch of an iterable may be a copy from the checks
 
 
 @final
 class WatchedForWrites:
-    """Step function that reports in-place writes into the data in the first steps.
+    """Step function that reports in-place writes into the data in the first two steps.
 
-    A check in evaluation mode does not find all of these writes.
+    The check before the run, in evaluation mode, does not find all of these writes.
     """
 
     def __init__(

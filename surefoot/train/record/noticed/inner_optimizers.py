@@ -1,4 +1,4 @@
-"""Optimizers inside of a loop's optimizers, as in SAM, whose state_dict leaves their state out."""
+"""Optimizers in attributes of other optimizers, as in SAM, whose state_dict omits their state."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from surefoot.train.record.noticed.attribute_notes import optimizers_in
 
 @final
 class InnerOptimizers:
-    """Optimizers in attributes of those in `objects`, which checkpoints hold beside the outer ones.
+    """Optimizers in attributes of those in `objects`; checkpoints hold both.
 
-    An outer optimizer with a `state_dict` of its own class is left to that method.
+    If the class of the outer optimizer defines a `state_dict` method, this method saves the inner
+    one.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
@@ -38,10 +39,10 @@ class InnerOptimizers:
         return {name: inner.state_dict() for name, (_, inner, _) in self._found.items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Restore states that `state` returned, after the outer optimizers have theirs.
+        """Restore the inner optimizers from `state()`, after the outer optimizers are restored.
 
         Parameter groups that both optimizers shared are shared again, so that a scheduler of the
-        outer one still sets the learning rate of the inner one.
+        outer optimizer still sets the learning rate of the inner one.
         """
         for name, (outer, inner, is_shared) in self._found.items():
             if name in saved:

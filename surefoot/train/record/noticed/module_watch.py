@@ -1,4 +1,4 @@
-"""Modules of a loop that no checkpoint holds, such as a target network, watched for changes."""
+"""Modules in a user's training loop that no checkpoint holds, such as a target network."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from surefoot.runtime.attributes.values import Aliases, memory_of, sign
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.record.noticed.moved_outside import walk
 
-NUM_READ = 4096  # values of one tensor that are read: an update of a network changes most of them
+NUM_READ = 4096  # elements per tensor that are compared: an update changes most of them
 NO_ALIASES = Aliases.of_tensors({})
 
 
 @final
 class ModuleWatch:
-    """Modules with their weights at the start of the loop; a frozen teacher keeps them.
+    """Modules of a user's loop that are not saved, watched for changes.
+
+    A frozen teacher is an example of a module that does not change and need not be saved.
 
     Args:
         depth: Depth of the search for modules below the variables.
-        max_parts: Entries of one list or dict that are looked at.
+        max_parts: Number of entries of one list or dict that are searched.
     """
 
     def __init__(self, depth: int, max_parts: int) -> None:
@@ -33,7 +35,7 @@ class ModuleWatch:
         self._watched: dict[str, tuple[weakref.ref[nn.Module], Any]] = {}
 
     def add(self, roots: Mapping[str, Any], held: Collection[Any]) -> None:
-        """Add the modules below `roots`, the variables, that share no tensor with `held`."""
+        """Add the modules below the variables `roots` that share no tensor with `held` objects."""
         found = [
             (name, each)
             for name, each in walk(roots, *self._limits)
@@ -56,7 +58,7 @@ class ModuleWatch:
                 self._watched[name] = watched, _sign(module)
 
     def find_changed(self) -> list[tuple[str, nn.Module]]:
-        """Return, once each, the modules whose weights or buffers have changed since `begin`."""
+        """Return the modules whose weights or buffers have changed since `begin`, each once."""
         changed = []
         for name, (watched, before) in list(self._watched.items()):
             module = watched()
@@ -89,7 +91,7 @@ def _keys_of(tensors: Iterable[Tensor]) -> set[Any]:
 
 @torch.no_grad()
 def _sign(module: nn.Module) -> Any:
-    """Return a value that differs if the weights or buffers have, of which it reads a part."""
+    """Return an object that differs if sampled elements of the weights or buffers change."""
     return sign([_thin_out(each.detach()) for each in _tensors_of(module)], NO_ALIASES)
 
 

@@ -1,4 +1,7 @@
-"""Tensors that optimizers train and the model does not register: saved if found, else refused."""
+"""Tensors that an optimizer trains although the model does not register them.
+
+They are saved with the object that holds them; if none is found, the run is refused.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,17 @@ if TYPE_CHECKING:
 
 TREE = "state.json"
 MAX_DEPTH = 4  # attributes of attributes, lists in dicts
-MAX_PARTS = 1000  # of one list or dict that are looked at
+MAX_PARTS = 1000  # entries of one list or dict that are searched
 OF_TORCH = ("_parameters", "_buffers", "_modules")  # where a module registers what it holds
 OPAQUE = (Optimizer, FunctionType, MethodType, ModuleType, type, str, bytes, int, float, complex)
 Holders = dict[str, nn.Module | Tensor]
 
 
 def find_outside(moved: Iterable[Tensor], saved: Sequence[Any]) -> list[Tensor]:
-    """Return the trained tensors of `moved` that no object in `saved` holds.
+    """Return the trained tensors of `moved` that are not saved with an object in `saved`.
 
-    An object holds a tensor as itself, as a parameter or in its state dict.
+    A tensor is saved if it is an object in `saved` itself, or a parameter, an attribute or an entry
+    of the state dict of one.
     """
     leaves = {id(leaf): leaf for leaf in map(leaf_of, moved) if leaf.requires_grad}
     others = []
@@ -67,7 +71,7 @@ def find_holders(
 ) -> tuple[Holders, list[Tensor]]:
     """Return the modules or tensors below `roots` that hold `outside`, and the tensors not found.
 
-    The keys are the code that reads each holder.
+    The keys are Python expressions that read each holder, such as `self.head`.
     """
     left = {id(each): each for each in outside}
     taken = {
@@ -77,7 +81,7 @@ def find_holders(
         for parameter in each.parameters()
     }
     found: Holders = {}
-    for wanted in (nn.Module, Tensor):  # a list of parameters is a list of those of modules, mostly
+    for wanted in (nn.Module, Tensor):  # modules first: most parameters belong to one
         for name, value in walk(roots):
             if not left:
                 break
@@ -88,7 +92,7 @@ def find_holders(
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the tensors in plain attributes of modules; checkpoints store them if they change."""
+    """Yield the tensors in plain attributes of modules, which checkpoints store if they change."""
     for value in named_attributes(module).values():
         yield from (leaf for leaf in find_leaves(value) or () if isinstance(leaf, Tensor))
 
@@ -96,9 +100,10 @@ def _attributes_of(module: nn.Module) -> Iterator[Tensor]:
 def _find_uncovered(
     name: str, value: nn.Module | Tensor, left: dict[int, Tensor], taken: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield `value` or, if it shares parameters with saved objects, its parts that do not.
+    """Yield `value`, or only its parts without parameters of saved objects if it has some.
 
-    The tensors covered by the yielded parts are removed from `left`.
+    `taken` holds the ids of parameters of saved objects. Tensors that the yielded parts hold are
+    removed from `left`.
     """
     if isinstance(value, Tensor):
         if left.pop(id(value), None) is not None:
@@ -121,9 +126,9 @@ def _find_uncovered(
 def walk(
     roots: Mapping[str, Any], max_depth: int = MAX_DEPTH, max_parts: int = MAX_PARTS
 ) -> Iterator[tuple[str, nn.Module | Tensor]]:
-    """Yield every module and tensor below `roots` with the code that reads it, the nearest first.
+    """Yield every module and tensor below `roots` with the Python expression that reads it.
 
-    Attributes, lists, tuples and dicts are searched.
+    Attributes, lists, tuples and dicts are searched, the nearest first.
     """
     todo, seen = deque((name, value, 0) for name, value in roots.items()), set[int]()
     while todo:
@@ -164,7 +169,7 @@ def _parts(name: str, value: Any, max_parts: int) -> Iterator[tuple[str, Any]]:
 
 
 def describe_kept(holders: Mapping[str, Any]) -> list[str]:
-    """Return a message that names the objects saved in addition to the model."""
+    """Return a message that names the objects that are saved in addition to the model."""
     if not holders:
         return []
     told = ", ".join(f"{name} ({type(value).__name__})" for name, value in holders.items())
@@ -174,7 +179,7 @@ def describe_kept(holders: Mapping[str, Any]) -> list[str]:
 
 
 def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
-    """Raise TaskError if there are trained tensors that no known object holds."""
+    """Raise TaskError if `left`, the trained tensors that no known object holds, is not empty."""
     if left:
         shapes = ", ".join(str(list(each.shape)) for each in left[:3]) + (
             " ..." if len(left) > 3 else ""
@@ -197,10 +202,10 @@ def refuse(left: Sequence[Tensor], what_to_name: str) -> None:
 def keep_outside(
     task: ResolvedTask, model: nn.Module, updates: Sequence[LiveUpdate], *, is_split: bool
 ) -> tuple[ResolvedTask, list[str]]:
-    """Return the task, with tensors trained outside of the model in its `state()`, and a message.
+    """Return the task with trained tensors outside of the model added to its `state()`.
 
-    Raises TaskError for a tensor that no object holds, and with `is_split` for any such tensor,
-    because ranks shard only the model's parameters.
+    The second result is a message on them. Raises TaskError for a tensor that no object holds; with
+    `is_split` for any such tensor, because ranks shard only the parameters of the model.
     """
     own = task.state
     moved = [parameter for update in updates for parameter in update.guarded.parameters]
@@ -256,14 +261,14 @@ def warn_of_unregistered(model: nn.Module, updates: Sequence[LiveUpdate]) -> lis
 
 
 class _StateDictView:
-    """Module reduced to its state dict, which may leave parameters out."""
+    """View of a module with only its `state_dict`, which may omit parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self.state_dict = module.state_dict
 
 
 def roots_of_task(task: ResolvedTask, model: nn.Module) -> dict[str, Any]:
-    """Return the objects in which a task may keep trained tensors, by the code that reads them.
+    """Return the objects in which a task may hold trained tensors, by Python expression.
 
     These are the model, the attributes of the task, and the globals of its file.
     """
@@ -275,7 +280,7 @@ def roots_of_task(task: ResolvedTask, model: nn.Module) -> dict[str, Any]:
 
 
 def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> None:
-    """Load the weights that were trained outside of the model from a checkpoint into the task.
+    """Load the weights that a run trained outside of the model from a checkpoint into the task.
 
     Raises RunFolderError if the task no longer has them.
     """
@@ -287,7 +292,7 @@ def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> 
     if not any(
         "shapes" in each for update in (updates or {}).values() for each in update["optimizers"]
     ):
-        return  # nothing was trained but the model
+        return  # only the model was trained
     with checkpoint.as_run_folder_errors(one.folder):
         saved = checkpoint.join(tree["task"], one.read("state.safetensors"), one.folder)
     named = task.state() if task.state is not None else {}
@@ -315,7 +320,7 @@ def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> 
 def find_beside(
     objects: Mapping[str, Any], optimizers: Sequence[Any], variables: Iterable[tuple[str, Any]]
 ) -> tuple[Holders, list[str]]:
-    """Return the trained objects that no object of the loop holds, by file name, and a message.
+    """Return trained objects that are in no object of the loop, by file name, and a message.
 
     Raises TaskError for a trained tensor that no variable of the loop holds.
     """
@@ -346,7 +351,7 @@ def find_beside(
 
 
 def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the memory location of a tensor, or its identity if it has no storage of its own."""
+    """Return the memory location of a tensor, or its id if it has no storage of its own."""
     if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel():
         return (id(tensor),)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

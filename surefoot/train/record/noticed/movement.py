@@ -1,15 +1,15 @@
-"""Check that training has moved a weight: a run that trains nothing must not end like others."""
+"""Check that training has changed a weight, so that a run that trains nothing is reported."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-LOOKED_AT = 4096  # numbers of each parameter, at even strides
+LOOKED_AT = 4096  # elements of each parameter, at even strides
 
 
 class Movement:
-    """Sampled values of the trained parameters at the start of an attempt, after `step`."""
+    """Sampled values of the trained parameters after `step`, at the start of an attempt."""
 
     def __init__(self, model: nn.Module, step: int) -> None:
         self._step = step
@@ -19,7 +19,7 @@ class Movement:
         self._before = [_sample_values(parameter) for parameter in self._parameters]
 
     def describe_none(self, step: int) -> str:
-        """Return a message if no trained parameter has moved up to `step`, else ""."""
+        """Return a message if no trained parameter has changed up to `step`; "" otherwise."""
         held = [before for before in self._before if before.numel()]
         if (
             step <= self._step
@@ -42,7 +42,7 @@ def _is_same(now: Tensor, before: Tensor) -> bool:
 
 
 def _sample_values(parameter: Tensor) -> Tensor:
-    """Return a sample of a parameter's values, of a sharded parameter those on this rank."""
+    """Return sampled elements of a parameter; for a sharded parameter, of the rows on this rank."""
     own: Tensor = parameter.detach()
     own = own.to_local() if hasattr(own, "to_local") else own
     flat = own.reshape(-1) if own.is_contiguous() else own.flatten()

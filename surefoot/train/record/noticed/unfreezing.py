@@ -9,7 +9,7 @@ from surefoot.contract.state import StepReport
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
 
-# steps whose modules are all looked at afterwards: many a layer is made in the first pass
+# steps after which all modules are checked: some layers are created in the first forward pass
 NUM_LOOKED_AT = 2
 
 
@@ -17,7 +17,8 @@ NUM_LOOKED_AT = 2
 class Unfreezing:
     """Step function that starts to train parameters that the user's loop has unfrozen.
 
-    Frozen parameters are checked before each step, all modules after each log window.
+    Frozen parameters are checked before each step. All modules are checked in the first steps and
+    after each log interval.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class Unfreezing:
             trained.take_new(self._assembly)
             self._frozen = trained.frozen()
         self._num_left = max(0, self._num_left - 1)
-        if len(trained.unfrozen) > self._num_told:  # a save may have taken them in
+        if len(trained.unfrozen) > self._num_told:  # a save may have added them
             for names in trained.unfrozen[self._num_told :]:
                 self._telling.say(
                     f"step {number}: {len(names)} parameters that were frozen are "

@@ -1,4 +1,4 @@
-"""Objects with a state that no checkpoint holds: schedulers, scalers, averages and the like."""
+"""Objects with a state that no checkpoint holds, such as schedulers, scalers and averages."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ UNTRAINED = (
 )
 UNLESS = "; a copy that never changes need not be saved"
 CHANGED = "; a copy that the loop writes anew before each use need not be saved"
-DEPTH = 2  # of a search below variables: an attribute of an attribute, an entry of such a dict
-MAX_PARTS = 100  # of one list or dict that are looked at
-SEARCH_SHARE = 100  # times as long as a search took are between two of them
+DEPTH = 2  # of a search below variables, such as an attribute of an attribute
+MAX_PARTS = 100  # entries of one list or dict that are searched
+SEARCH_SHARE = 100  # time between two searches, in durations of a search
 NUM_SOUGHT = 8  # parameters of the model whose optimizers are searched for
 
 
 class UnheldObjects:
-    """Search for objects with a state that an attached loop did not pass to `attach`."""
+    """Search for objects with a state that a user's training loop did not pass to `attach`."""
 
     def __init__(self, objects: Mapping[str, Any], optimizers: Sequence[Any], data: Any) -> None:
-        # not loaded by a run, which has no loop
+        # imported here, because a run does not need them
         from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
         from surefoot.train.record.noticed.module_watch import ModuleWatch
 
         self._model: nn.Module = objects["model"]
         self._objects, self._optimizers = objects, optimizers
         self._modules, self._rates = ModuleWatch(DEPTH, MAX_PARTS), list[Any]()
-        self._has_changed = False  # whether the groups of an optimizer have, since attach
-        self._signs: list[Any] = []  # of the state of each of the loop's optimizers
+        self._has_changed = False  # whether parameter groups have changed since attach
+        self._signs: list[Any] = []  # signatures of the states of the loop's optimizers
         # the end of the last search of the memory, and the seconds that it took
         self._searched_s, self._took_s, self._num_calls = -math.inf, 0.0, 0
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
@@ -82,17 +82,20 @@ class UnheldObjects:
         self._apart = trained - self._own
         kept = [*objects.values(), *InnerOptimizers(objects).all()]
         self._attributes = OptimizerAttributes(optimizers, "loop", kept)
-        self._states = dict[int, Any]()  # of optimizers that are not the loop's, by id
-        self._lines = set[str]()  # that were returned
+        self._states = dict[int, Any]()  # signatures of the states of other optimizers, by id
+        self._lines = set[str]()  # warnings that were returned
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
 
     def begin(self) -> None:
-        """Read what a step may change, before the first one; later calls read what is new."""
+        """Read the state that a step may change, before the first step.
+
+        Later calls read only objects that are new.
+        """
         self._attributes.begin()
         self._modules.begin()
 
     def find_new(self) -> list[str]:
-        """Return a warning, once each, on changes since `attach` that no checkpoint will hold."""
+        """Return warnings on changes since `attach` that no checkpoint will hold, each once."""
         return [
             *self.find_untrained(),
             *(describe_generator(name, "loop") for name in self._generators.find_drawn()),
@@ -100,7 +103,7 @@ class UnheldObjects:
         ]
 
     def find_untrained(self) -> list[str]:
-        """Return a warning, once each, on parameters with gradients that are in no optimizer."""
+        """Return a warning on trainable parameters that are in no optimizer; each is named once."""
         held = {
             id(each)
             for optimizer in self._optimizers
@@ -117,7 +120,7 @@ class UnheldObjects:
         return [UNTRAINED.format(names=name_some(new, 3))] if new else []
 
     def find(self, caller: FrameType | None = None) -> list[str]:
-        """Return a warning on each unsaved object of the caller's variables, and on each scheduler.
+        """Return a warning on each scheduler and each variable of the caller with unsaved state.
 
         Every object is reported once.
         """
@@ -133,12 +136,12 @@ class UnheldObjects:
         return lines
 
     def find_since_attach(self) -> list[str]:
-        """Return a warning, once each, on what the loop has made or changed since `attach`.
+        """Return warnings on objects that the loop has made or changed since `attach`, each once.
 
-        The variables of the script are searched in the first call, schedulers also in a call before
-        which the groups of an optimizer have changed. The memory is searched in each call before
-        which an optimizer with a state made no step, and in calls 1, 2, 4, 8 and so on; in others
-        only as often as takes 1 % of the time.
+        The first call searches the variables of the script. Schedulers are searched for again if
+        the groups of an optimizer have changed. The search of the memory for optimizers is slow. It
+        runs in calls 1, 2, 4, 8 and so on, and if an optimizer with a state has made no step since
+        the previous call. Otherwise it runs only as often as takes 1 % of the time.
         """
         self._num_calls += 1
         is_idle, is_due = self._has_idle_optimizer(), self._is_search_due()
@@ -189,7 +192,7 @@ class UnheldObjects:
         )
 
     def _read_rates(self) -> list[Any]:
-        """Return the keys and the learning rate of each group, which schedulers change."""
+        """Return the keys and the learning rate of each parameter group; schedulers change them."""
         return [
             (*group, learning_rate_of(group))
             for optimizer in self._optimizers
@@ -197,7 +200,7 @@ class UnheldObjects:
         ]
 
     def _has_idle_optimizer(self) -> bool:
-        """Return whether an optimizer with a state made no step since the last call."""
+        """Return whether an optimizer with a state has made no step since the last call."""
         signs, before = [_sign_state(each) for each in self._optimizers], self._signs
         self._signs = signs
         return any(now and now == was for now, was in zip(signs, before, strict=False))
@@ -207,7 +210,7 @@ class UnheldObjects:
         return is_early or time.monotonic() - self._searched_s >= SEARCH_SHARE * self._took_s
 
     def _others(self) -> list[Optimizer]:
-        """Return the optimizers with a state for the model's parameters that no object holds."""
+        """Return the optimizers with a state for parameters of the model that are not saved."""
         started_s = time.monotonic()
         found = self._find_others()
         self._searched_s = time.monotonic()
@@ -234,7 +237,10 @@ class UnheldObjects:
         return any(id(each) in self._held for each in _find_inner([optimizer]))
 
     def _schedulers(self) -> Iterator[Any]:
-        """Yield all objects with a state whose attribute `optimizer` is the loop's; some twice."""
+        """Yield objects with a state whose attribute `optimizer` is an optimizer of the loop.
+
+        Some objects are yielded twice.
+        """
         optimizers = {id(each) for each in self._optimizers}
         # an object refers to what it holds itself, or through its __dict__
         referrers = gc.get_referrers(*self._optimizers)
@@ -250,9 +256,9 @@ class UnheldObjects:
 
 @final
 class UnheldGenerators:
-    """Random generators that no checkpoint holds, watched from when they are found.
+    """Random generators that no checkpoint holds, watched since they were found.
 
-    A generator that never draws again, as one that made the data or split them, loses nothing.
+    A generator that never draws again, such as one that split the data, needs no checkpoint.
     """
 
     def __init__(self, held: Iterable[Any]) -> None:
@@ -261,14 +267,14 @@ class UnheldGenerators:
         self._watched: dict[str, tuple[Any, Any]] = {}
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Add the generators in objects and their attributes that are not known yet."""
+        """Add the generators that are new in the `named` objects and their attributes."""
         for name, each in find_generators(named, DEPTH).items():
             if id(each) not in self._known:
                 self._known.add(id(each))
                 self._watched[name] = each, sign_generator(each)
 
     def find_drawn(self) -> list[str]:
-        """Return the names of the generators that have drawn, once each."""
+        """Return the names of the generators that have drawn since they were found, each once."""
         drawn = [
             name for name, (each, before) in self._watched.items() if sign_generator(each) != before
         ]
@@ -278,13 +284,19 @@ class UnheldGenerators:
 
 
 def describe_generator(name: str, what: str) -> str:
-    """Return a warning on a random generator that has drawn in a `what`, "loop" or "run"."""
+    """Return a warning on an unsaved random generator that has drawn numbers.
+
+    `what` is "loop" or "run": the part of the program in which it has drawn.
+    """
     give, key = (OF_LOOP if what == "loop" else OF_TASK), re.findall(r"\w+", name)[-1]
     return f"{DRAWN.format(name=name, what=what)}: {give.format(key=key, name=name)}"
 
 
 def has_state(value: Any) -> bool:
-    """Return whether an object, not a class or Python module, can save and load a state."""
+    """Return whether an object has the methods `state_dict` and `load_state_dict`.
+
+    Classes and Python modules do not count.
+    """
     return _saves_state(type(value))
 
 
@@ -293,9 +305,9 @@ def _saves_state(kind: type) -> bool:
 
 
 def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
-    """Yield a frame's variables by the code that reads them, with attributes of `self`.
+    """Yield the variables of a frame, and attributes of its `self`, with the code that reads them.
 
-    Without a frame these are the globals of the script.
+    Without a frame, these are the globals of the script.
     """
     if caller is None:
         yield from vars(sys.modules["__main__"]).copy().items()
@@ -311,7 +323,10 @@ def variables(caller: FrameType | None) -> Iterator[tuple[str, Any]]:
 
 
 def _with_parts(objects: Iterable[Any]) -> set[int]:
-    """Return the ids of objects and of their direct parts, whose state their state_dict holds."""
+    """Return the ids of objects and of their direct attributes, which their state_dict contains.
+
+    Optimizers in attributes of other objects are excepted.
+    """
     found = set()
     for each in objects:
         found.add(id(each))
@@ -340,7 +355,7 @@ def _find_inner(optimizers: Iterable[Any]) -> list[Optimizer]:
 
 
 def _sign_state(optimizer: Optimizer) -> Any:
-    """Return a value that differs if the optimizer has made a step, as its state shows."""
+    """Return an object that differs if the optimizer makes a step, as its state shows."""
     return tuple(
         (id(each), 0 if each.is_inference() else each._version)
         for each in find_tensors(list(optimizer.state.values()))
@@ -348,7 +363,7 @@ def _sign_state(optimizer: Optimizer) -> Any:
 
 
 def _is_copy(module: nn.Module, model: nn.Module) -> bool:
-    """Return whether a module has the class and shapes of the model: a user's weight average."""
+    """Return whether `module` has the class and the shapes of `model`, like a weight average."""
     shapes, own = ([each.shape for each in one.parameters()] for one in (module, model))
     return type(module) is type(model) and bool(own) and shapes == own
 
@@ -365,7 +380,7 @@ def _describe(value: Any, name: str, unless: str = UNLESS) -> str:
 
 
 def watch_task(assembly: Assembly) -> UnheldGenerators:
-    """Return the random generators of the task that neither its `state()` nor the data hold."""
+    """Return the random generators of the task that are not in its `state()` or in the data."""
     task = assembly.task
     named = task.state() if task.state is not None else {}
     made = UnheldGenerators(
@@ -382,7 +397,7 @@ def watch_task(assembly: Assembly) -> UnheldGenerators:
 def describe_task(assembly: Assembly, generators: UnheldGenerators) -> list[str]:
     """Return a warning on each attribute of the task with a state that the run does not save.
 
-    `generators` are those of `watch_task`.
+    `generators` is the result of `watch_task`.
     """
     task, source = assembly.task, assembly.feed.source
     named = list((task.state() if task.state is not None else {}).values())
@@ -410,7 +425,7 @@ def describe_task(assembly: Assembly, generators: UnheldGenerators) -> list[str]
 
 
 def _is_apart(module: nn.Module, model: nn.Module, named: Sequence[Any]) -> bool:
-    """Return whether a module has parameters, none of which is in the model or in `named`."""
+    """Return whether a module has parameters, and none of them is in the model or in `named`."""
     held = {id(each) for each in (*model.parameters(), *named)}
     parameters = list(module.parameters())
     return bool(parameters) and not any(id(each) in held for each in parameters)

@@ -1,1 +1,1 @@
-"""State that differs between ranks: the task's per-rank entries, and PowerSGD residuals."""
+"""State that differs between ranks: entries of the task's `state()`, and PowerSGD residuals."""

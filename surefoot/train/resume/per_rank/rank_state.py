@@ -1,8 +1,8 @@
-"""A task's `state()` on several ranks, as `state_on_ranks` declares its entries.
+"""A task's `state()` on several ranks, with its entries declared in `state_on_ranks`.
 
-"replicated" entries are compared at each save; of "per_rank" entries each rank's is saved and
-restored. Rank 0's entries are in the tree of `state.json` as on one rank. Those of the other ranks
-are in `task-ranks.json`, a tree for each rank, whose tensors are in `task-rank-<rank>.safetensors`.
+"replicated" entries are compared between ranks at each save. "per_rank" entries are saved and
+restored for each rank. The entries of rank 0 are in `state.json`, as on one rank. Those of the
+other ranks are in `task-ranks.json`, and their tensors in `task-rank-<rank>.safetensors`.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ if TYPE_CHECKING:
     from surefoot.runtime.comm.group import Group
 
 TREES = "task-ranks.json"
-OF_RANK = "task-rank-"  # the files of tensors begin so
+OF_RANK = "task-rank-"  # prefix of the safetensors files
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class PerRankState(NamedTuple):
-    """Parts of other ranks for the checkpoint that rank 0 writes: tensors and texts, by file."""
+    """State of the other ranks that rank 0 writes into a checkpoint: tensors and texts, by file."""
 
     tensors: dict[str, dict[str, Tensor]] = {}  # noqa: RUF012 - never changed
     texts: dict[str, bytes] = {}  # noqa: RUF012
 
 
 def is_of_task(file: str) -> bool:
-    """Return whether a safetensors file holds `per_rank` entries, which need not be finite."""
+    """Return whether a safetensors file holds "per_rank" entries, which may be non-finite."""
     return file.startswith(OF_RANK)
 
 
 def find_per_rank(task: ResolvedTask) -> list[str]:
-    """Return the names of the entries that are "per_rank"."""
+    """Return the names of the entries that `state_on_ranks` declares "per_rank"."""
     return [name for name, word in task.state_on_ranks.items() if word == "per_rank"]
 
 
 def check_words(task: ResolvedTask, spec: RunSpec) -> None:
-    """Check `state_on_ranks`.
+    """Check the declarations in `state_on_ranks`.
 
-    Raises TaskError for an entry that `state()` does not name, SpecError for "per_rank" with
+    Raises TaskError for an entry that `state()` does not name, and SpecError for "per_rank" with
     virtual ranks.
     """
     names = [] if task.state is None else list(task.state())
@@ -71,9 +71,9 @@ def check_words(task: ResolvedTask, spec: RunSpec) -> None:
 
 
 def describe(group: Group, task: ResolvedTask) -> list[str]:
-    """Return messages on how `state()` is held on several ranks. Every rank must call this.
+    """Return messages on how `state()` is saved on several ranks. Every rank must call this.
 
-    An entry without a declaration is named with the declarations to choose from.
+    The message on an entry without a declaration lists the possible declarations.
     """
     if group.is_alone or task.state is None:
         return []
@@ -113,13 +113,13 @@ def _list(names: list[str]) -> str:
 
 
 def digest_entries(task: ResolvedTask, names: list[str]) -> dict[str, str]:
-    """Return the SHA-256 (hex) of each of these entries on this rank."""
+    """Return the SHA-256 (hex) of each entry of `state()` in `names` on this rank."""
     state = {} if task.state is None or not names else task.state()
     return {name: _digest(name, state[name]) for name in names}
 
 
 def digest_replicated(task: ResolvedTask) -> dict[str, str]:
-    """Return the SHA-256 (hex) of each "replicated" entry on this rank."""
+    """Return the SHA-256 (hex) of each "replicated" entry of `state()` on this rank."""
     return digest_entries(
         task, [name for name, word in task.state_on_ranks.items() if word == "replicated"]
     )
@@ -139,9 +139,9 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def gather(group: Group, task: ResolvedTask) -> PerRankState:
-    """Compare the replicated entries and send the per-rank entries to rank 0.
+    """Compare the replicated entries, and send the per-rank entries to rank 0.
 
-    Every rank must call this. Raises NumbersError, on all ranks, if a replicated entry differs from
+    Every rank must call this. Raises NumbersError on all ranks if a replicated entry differs from
     that on rank 0.
     """
     facts = digest_replicated(task)
@@ -179,7 +179,10 @@ def gather(group: Group, task: ResolvedTask) -> PerRankState:
 
 
 def _send_to_first(group: Group, held: Mapping[str, Tensor], most_bytes: int) -> Tensor | None:
-    """Return the tensors of all ranks as rows of bytes on rank 0, None on the others."""
+    """Return the tensors of all ranks as rows of bytes on rank 0, and None on other ranks.
+
+    `most_bytes` is the largest size of all ranks.
+    """
     row = torch.zeros(max(1, most_bytes), dtype=torch.uint8)
     flat = [tensor.reshape(-1).view(torch.uint8) for tensor in held.values() if tensor.numel()]
     if flat:
@@ -203,7 +206,7 @@ def _unpack(table: Mapping[str, Any], content: Tensor) -> dict[str, Tensor]:
 
 
 def count_saved(commit: Commit) -> int:
-    """Return for how many ranks a checkpoint holds `per_rank` entries; 1 if it has none."""
+    """Return the number of ranks whose `per_rank` entries a checkpoint holds; 1 if it has none."""
     return 1 + (
         len(commit.json(TREES))
         if any(entry.name == TREES for entry in commit.manifest.files)
@@ -212,7 +215,7 @@ def count_saved(commit: Commit) -> int:
 
 
 def check_fit(group: Group, task: ResolvedTask, commit: Commit) -> None:
-    """Raise RunFolderError if the per-rank entries are those of a different number of ranks."""
+    """Raise RunFolderError if a checkpoint's per-rank entries are of another number of ranks."""
     names, saved = find_per_rank(task), count_saved(commit)
     if names and saved != group.size:
         raise RunFolderError(
@@ -224,7 +227,10 @@ def check_fit(group: Group, task: ResolvedTask, commit: Commit) -> None:
 
 
 def read(group: Group, task: ResolvedTask, commit: Commit) -> dict[str, Any]:
-    """Return this rank's entries of a checkpoint; none on rank 0 (they are in `state.json`)."""
+    """Return the per-rank entries of this rank from a checkpoint.
+
+    The result is empty on rank 0, whose entries are in `state.json`.
+    """
     if group.is_first or not find_per_rank(task):
         return {}
     skeleton = commit.json(TREES)[str(group.rank)]

@@ -1,6 +1,6 @@
-"""PowerSGD residuals, the gradients not yet sent: saved per rank in a checkpoint, and restored.
+"""PowerSGD residuals (gradients that are not sent yet), saved and restored for each rank.
 
-Rank 0 writes a file for each rank and one for the state that all ranks share.
+Rank 0 writes a file for each rank, and a file with the state that all ranks share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ALIKE = "unsent.safetensors"
 OF_RANK = re.compile(r"unsent-rank-(\d+)\.safetensors")
 Files = dict[str, dict[str, Tensor]]
-Names = Mapping[int, str]  # of a parameter, by its id
+Names = Mapping[int, str]  # name of a parameter by its id
 
 
 def powersgd_state_of(ranks: Ranks | None, names: Names) -> dict[str, LowRankState]:
@@ -37,7 +37,7 @@ def powersgd_state_of(ranks: Ranks | None, names: Names) -> dict[str, LowRankSta
 
 
 def num_bytes(ranks: Ranks | None) -> int:
-    """Return the bytes of the residuals of all ranks."""
+    """Return the number of bytes of the residuals of all ranks."""
     if ranks is None:
         return 0
     held = [each.residual for replicas in ranks.replicas for each in replicas.held()]
@@ -45,9 +45,9 @@ def num_bytes(ranks: Ranks | None) -> int:
 
 
 def gather(ranks: Ranks | None, names: Names) -> Files:
-    """Return the files of all ranks on rank 0, none on the others. Every rank must call this.
+    """Return the files of all ranks on rank 0, and none on other ranks. Every rank must call this.
 
-    Tensors are sent one at a time, so that only rank 0 needs memory for them.
+    Tensors are sent one at a time, so that only rank 0 needs memory for all of them.
     """
     files: Files = {}
     for name, each in powersgd_state_of(ranks, names).items():
@@ -66,10 +66,11 @@ def gather(ranks: Ranks | None, names: Names) -> Files:
 
 @torch.no_grad()
 def restore(ranks: Ranks | None, names: Names, commit: Commit) -> list[str]:
-    """Load this rank's residuals; return messages if they are not exactly restored.
+    """Load the residuals of this rank; return messages if they are not restored exactly.
 
-    Every rank must call this. With a different number of ranks rank 0 takes the sum of all
-    residuals: only the sum decides which gradients are sent in the end.
+    Every rank must call this. If the number of ranks differs from that of the checkpoint, rank 0
+    gets the sum of all residuals, because only the sum determines which gradients are sent in the
+    end.
     """
     held = powersgd_state_of(ranks, names)
     for each in held.values():
