@@ -1,4 +1,7 @@
-"""Checkpoints for a user-defined loop: saved whole or not at all, verified when loaded."""
+"""Checkpoints for your own training loop; each is saved completely or not at all.
+
+They are verified when they are loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The records of a run, as `events.jsonl` holds them."""
+"""Records of a run, which are stored in its `events.jsonl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lower memory of a step: activation checkpointing, offloaded activations, chunked loss."""
+"""Reduction of the memory of a step: activation checkpointing and offloading, chunked loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics that are summed over batches and ranks."""
+"""Metrics as partial results that are merged over batches and ranks."""
 
 from __future__ import annotations
 

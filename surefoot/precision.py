@@ -1,4 +1,4 @@
-"""Number formats of forward and backward passes, fp16 loss scaling, and dtypes really used."""
+"""Dtypes of forward and backward passes, fp16 loss scaling, and a record of the dtypes used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time per phase of a step: a clock that always runs, and windows of torch.profiler."""
+"""Profiling of training: a clock for the phases of a step, and windows of torch.profiler."""
 
 from __future__ import annotations
 

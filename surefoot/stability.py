@@ -1,4 +1,4 @@
-"""Checks for non-finite gradients, gradient noise, and norms that do not mix samples."""
+"""Check for non-finite steps, gradient noise scale, and replacement of BatchNorm."""
 
 from __future__ import annotations
 

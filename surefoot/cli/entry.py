@@ -1,4 +1,7 @@
-"""The command `surefoot`: it handles SIGUSR1 before it imports the rest of the package."""
+"""Entry point of the `surefoot` command.
+
+A handler for SIGUSR1 is set first, because importing the rest of the package takes long.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ from surefoot.core.errors import EXIT_INTERRUPTED, LostRank
 
 
 def main() -> None:
-    """Run the verb that the command line names."""
+    """Run the subcommand that `sys.argv` names, such as `train`, and exit.
+
+    If this process is the fork server, it first serves requests; then only the forked ranks run the
+    subcommand.
+    """
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         # SIGUSR1 requests a save, and would end the process until a run handles it
         signal.signal(signal.SIGUSR1, _ignore_signal)
@@ -34,8 +41,7 @@ def main() -> None:
 
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing on SIGUSR1, since there is nothing to save yet.
+    """Do nothing: SIGUSR1 requests a checkpoint, but no run has started yet.
 
-    This is a handler and not SIG_IGN: the run and every child process would inherit an ignored
-    signal.
+    `SIG_IGN` is not used, because child processes would inherit it and ignore the signal too.
     """

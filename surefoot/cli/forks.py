@@ -1,6 +1,7 @@
-"""The process that forks ranks for `control/launch/forks.py`.
+"""Fork server: a process that imports all modules once and then forks the ranks of a run.
 
-It imports what the ranks need, does none of their work, and has one thread.
+Its client is the supervisor, in `control/launch/forks.py`. The server does no training and has only
+one thread.
 """
 
 from __future__ import annotations
@@ -30,9 +31,13 @@ ENDINGS = tuple(getattr(signal, name) for name in signals.ENDINGS if hasattr(sig
 
 
 def serve(descriptor: int) -> None:
-    """Fork one rank per request, and report how a rank ended when a request asks for it.
+    """Serve the requests of the supervisor: fork a rank, or wait for the exit status of one.
 
-    Return only in each forked rank. The process exits when the supervisor closes the socket.
+    The function returns only in the forked ranks. The server itself exits when the supervisor
+    closes the socket.
+
+    Args:
+        descriptor: file descriptor of the socket to the supervisor.
     """
     # a scheduler sends these signals to all processes; the ranks handle them
     before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDINGS}
@@ -62,7 +67,7 @@ def serve(descriptor: int) -> None:
 
 
 def _load() -> None:
-    """Import what every rank needs, and what NumPy and the built-in tasks would import later."""
+    """Import the modules that every rank uses, lazy imports included, before the first fork."""
 
     import surefoot.cli.main
     import surefoot.tasks
@@ -70,10 +75,10 @@ def _load() -> None:
 
 
 def leave(code: int) -> None:
-    """End this rank as Python ends a process, but without tearing down the imported modules.
+    """Exit the process with `code`, but skip Python's teardown of the imported modules.
 
-    The teardown takes a third of a second, for which the other ranks would wait. Threads are
-    joined, `atexit` callbacks run, and open files are flushed.
+    The teardown takes a third of a second, during which the other ranks would wait. As in a normal
+    exit, threads are joined, `atexit` callbacks run, and open files are flushed.
     """
     # before any collection: in a cycle Python may close a file before its buffered text is written
     _write_open_files()
@@ -92,9 +97,9 @@ def _write_open_files() -> None:
 
 
 def _can_fork() -> bool:
-    """Return whether a fork would lose nothing: no second thread and no initialized CUDA.
+    """Return whether this process can fork safely: it has one thread and no initialized CUDA.
 
-    A monitoring agent, for example, starts a second thread.
+    A monitoring agent, for example, may have started a second thread.
     """
     return (
         threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1 and not uses_gpu()
@@ -102,10 +107,15 @@ def _can_fork() -> bool:
 
 
 def _become_rank(parent: int, request: Mapping[str, Any], given: Sequence[int]) -> None:
-    """Set up in a forked rank what a launcher sets up for a process that it starts.
+    """Turn this forked process into a rank: set what a launcher sets for a new process.
 
-    The rank gets a process group, an end together with `parent`, output streams, environment
-    variables, random seeds, and a process name.
+    The rank gets a process group, output streams, environment variables, random seeds and a process
+    name. It is killed when the fork server ends.
+
+    Args:
+        parent: process id of the fork server.
+        request: the supervisor's request, with the environment variables of the rank.
+        given: file descriptors that were sent with the request.
     """
     os.setpgid(0, 0)
     signals.make_parent_death_hook(parent)()

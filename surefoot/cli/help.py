@@ -1,9 +1,9 @@
 """Parsing of command lines, and the rendering of `--help`.
 
-If an option that takes one value is given several, the last value counts and a warning says so.
+If a single-value option is given several times, the last value is used and a warning is printed.
 `--help` shows no `<bool>` beside a flag without a value, and no `<str>` beside an argument that has
-a metavar. Brackets in help texts, such as the name of a spec's table, are escaped, since Rich would
-read them as markup and omit them.
+a metavar. Brackets in help texts, such as the name of a spec's table, are escaped, because Rich
+would read them as markup and omit them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUBJECTS = ("SPEC", "RUN", "SPEC|RUN")  # metavars of what a verb is about
 
 
 class Verb(TyperCommand):
-    """A Typer command that warns of repeated options and escapes markup in its help."""
+    """Typer command that warns about repeated options and escapes Rich markup in its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = list(args)
@@ -38,7 +38,7 @@ class Verb(TyperCommand):
         return rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb; in the hint of its error SPEC and RUN become what the user typed."""
+        """Run the command; in the hint of an error, replace SPEC and RUN by what the user typed."""
         try:
             return super().invoke(ctx)
         except SurefootError as error:
@@ -56,13 +56,13 @@ class Verb(TyperCommand):
 
 
 class Verbs(TyperGroup):
-    """A Typer group of verbs that escapes markup in its help."""
+    """Typer group of commands that escapes Rich markup in its help."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find a verb, or name what was meant.
+        """Return the command that `args[0]` names; if there is none, exit with a helpful error.
 
-        The error for a verb of a subgroup names it in full (`checkpoint export`); a subgroup that
-        is given something else, as a spec, names its commands.
+        For a command of a subgroup, the error gives its full name, such as `checkpoint export`. In
+        a subgroup, if no name is similar, the error lists the commands of the subgroup.
         """
         if args[0] not in self.commands:
             inside = [
@@ -89,7 +89,10 @@ class Verbs(TyperGroup):
 
 
 class LazyVerbs(UserDict[str, Any]):
-    """Verbs by name, each built by its function when it is first asked for."""
+    """Mapping from names to commands, which are built on first access.
+
+    An unbuilt command is stored as a `functools.partial` that builds it.
+    """
 
     def __getitem__(self, name: str) -> Any:
         found = super().__getitem__(name)
@@ -99,7 +102,10 @@ class LazyVerbs(UserDict[str, Any]):
 
 
 def fill(hint: str, subject: Path) -> str:
-    """Return the hint with a spec or a run folder in place of SPEC and RUN in its commands.
+    """Return the hint with SPEC and RUN replaced by the path `subject`, quoted for the shell.
+
+    If `subject` is a run folder, RUN becomes the folder and SPEC its spec.toml. Otherwise SPEC
+    becomes `subject`.
 
     >>> fill("try surefoot train SPEC --steps 3", Path("my spec.toml"))
     "try surefoot train 'my spec.toml' --steps 3"
@@ -112,9 +118,9 @@ def fill(hint: str, subject: Path) -> str:
 
 
 def warn_of_values(name: str, values: Sequence[str]) -> None:
-    """Warn on standard error that the last of several different values counts.
+    """Warn on standard error if an option has several different values: the last one is used.
 
-    Only the first process of a command prints the warning; its ranks do not.
+    Ranks that surefoot launched, and ranks other than 0, print nothing.
     """
     if len(set(values)) > 1 and place.flight_file() is None and not place.here().rank:
         told = ", ".join(value if value.isprintable() else ascii(value) for value in values)
@@ -126,9 +132,9 @@ def warn_of_values(name: str, values: Sequence[str]) -> None:
 
 
 def _warn_of_repeated(order: Sequence[Any], args: Sequence[str]) -> None:
-    """Warn of each single-value option to which `args` gives different values.
+    """Warn about each single-value option that `args` sets to several different values.
 
-    `order` lists the parameters in the order in which they were given.
+    `order` lists the parsed parameters, with one entry per occurrence in `args`.
     """
     for parameter, times in Counter(order).items():
         if times > 1 and parameter.param_type_name == "option" and not parameter.multiple:
@@ -136,7 +142,7 @@ def _warn_of_repeated(order: Sequence[Any], args: Sequence[str]) -> None:
 
 
 def _find_values(parameter: Any, args: Sequence[str]) -> list[str]:
-    """Return the values that `args` gives to an option; for a switch, its names."""
+    """Return every value of an option in `args`; for a flag, its spelling at each occurrence."""
     names, found = (*parameter.opts, *parameter.secondary_opts), []
     for index, word in enumerate(args):
         name, equals, value = word.partition("=")
@@ -148,7 +154,7 @@ def _find_values(parameter: Any, args: Sequence[str]) -> list[str]:
 
 
 def _without_type_label(parameter: Any) -> Any:
-    """Return the parameter without the type label that Typer would show."""
+    """Remove the type label that `--help` would show for a parameter; return the parameter."""
     if getattr(parameter, "is_flag", False) and parameter.metavar is None:
         parameter.metavar = ""
     if parameter.param_type_name == "argument" and parameter.metavar is not None:
@@ -158,7 +164,7 @@ def _without_type_label(parameter: Any) -> Any:
 
 @contextlib.contextmanager
 def _escape_markup(*described: Any) -> Iterator[None]:
-    """Escape markup in the help texts of commands and parameters for as long as they are shown."""
+    """Escape Rich markup in the help texts of commands and parameters, inside the context."""
     from rich.markup import escape
 
     texts = [
@@ -177,9 +183,9 @@ def _escape_markup(*described: Any) -> Iterator[None]:
 
 
 def _join_lines(text: str) -> str:
-    """Return the text with one line for each paragraph, and for each flag that a line explains.
+    """Return the text with each paragraph on one line; a line that starts with `--` stays separate.
 
-    Docstrings are broken at the width of the source; Rich breaks lines at that of the terminal.
+    Rich then wraps the text at the width of the terminal, not at that of the source code.
 
     >>> _join_lines("Measure.\\n\\nIn fresh\\nprocesses.\\n--fit: the\\nlargest.")
     'Measure.\\n\\nIn fresh processes.\\n--fit: the largest.'

@@ -1,9 +1,9 @@
-"""The keys of a spec that each command ignores, so that the command can name them.
+"""Spec keys that each command ignores, for the note that the command prints about them.
 
-`GROUPS` lists every key of a spec once, `LEFT_OUT` every command that takes `--set`. A key that is
-not listed for a command takes effect, or the command refuses it. Ignored keys from the command line
-are always named. Ignored keys from a spec file are named only if they concern several ranks, since
-a result of one process would otherwise pass for a result of the layout.
+`GROUPS` lists every spec key once. `LEFT_OUT` lists every command that accepts `--set`, with the
+keys that it ignores; the command uses every other key or rejects it. Ignored keys from the command
+line are always reported. Ignored keys from a spec file are reported only if they concern several
+ranks: the result of one process could otherwise be mistaken for that of the distributed run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _name_keys(text: str) -> tuple[str, ...]:
-    """Return the keys of lines that hold the name of a table and its keys.
+    """Return the full names of keys from lines such as `data: folder shuffle`.
 
     >>> _name_keys("data: folder shuffle\\ntrain: seed")
     ('data.folder', 'data.shuffle', 'train.seed')
@@ -72,7 +72,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         fault: forget
     """),
 }
-# command -> keys that it sets itself: keys that need other values of these are not refused
+# command -> keys that it sets itself; a spec key that needs other values of them is not rejected
 DECIDED: Mapping[str, tuple[str, ...]] = {
     "tune-loader": ("loader.workers",),
     "whatif compile": ("compile.what",),
@@ -177,10 +177,14 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
 
 
 def find_left_out(command: str, origin: Origin) -> list[str]:
-    """Return the keys that `command` ignores and should name.
+    """Return the spec keys that `command` ignores and should report.
 
-    These are ignored keys from command-line flags, and ignored keys of ranks that differ from their
-    defaults.
+    These are the ignored keys that command-line flags set, and ignored keys about ranks that differ
+    from their defaults.
+
+    Args:
+        command: a key of `LEFT_OUT`, such as "bench step".
+        origin: the spec, with the origin of each value.
     """
     left_out = set(_keys(LEFT_OUT[command][0]))
     of_ranks = set(_keys(OF_RANKS))
@@ -194,7 +198,7 @@ def find_left_out(command: str, origin: Origin) -> list[str]:
 
 
 def name_left_out(command: str, origin: Origin) -> list[str]:
-    """Print one line with the keys that `command` ignores, if there are any; return the keys."""
+    """Print a note with the spec keys that `find_left_out` returns, if any; return the keys."""
     found = find_left_out(command, origin)
     if found:
         print(
@@ -211,7 +215,7 @@ def _keys(names: tuple[str, ...] | Mapping[str, tuple[str, ...]]) -> Iterator[st
 
 
 def _find_stated(spec: RunSpec) -> set[str]:
-    """Return the keys whose values differ from the defaults."""
+    """Return the spec keys, as `table.key`, whose values differ from the defaults."""
     tables = spec.model_dump(exclude_defaults=True, mode="python")
     return {
         f"{table}.{key}" for table, keys in tables.items() if isinstance(keys, dict) for key in keys

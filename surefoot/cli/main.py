@@ -1,4 +1,7 @@
-"""The command line: verbs in groups. Each verb imports what it needs only when it runs."""
+"""Command line of surefoot: its subcommands, and the reporting of errors.
+
+Each subcommand is imported only when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ app = typer.Typer(
 # another user's file, a link in a run folder, an invalid name, a file instead of a folder
 FORBIDDEN = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR)
 DISK_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
-RESERVE_BYTES = 16 << 20  # of address space, which no page of memory stands behind
-RESERVE: list[mmap.mmap] = []  # released where memory is refused
-VERBS: dict[str, dict[str, str]] = {  # by group: the module of each, which has it or its group
+RESERVE_BYTES = 16 << 20  # of address space; no physical memory is allocated for it
+RESERVE: list[mmap.mmap] = []  # released when memory is refused
+VERBS: dict[str, dict[str, str]] = {  # group in --help -> subcommand -> its module
     "Train": {
         "demo": "train.demo",
         "init": "train.init",
@@ -100,12 +103,12 @@ VERBS: dict[str, dict[str, str]] = {  # by group: the module of each, which has 
 
 @app.callback()
 def _no_verb() -> None:
-    """Take no options of its own; `app` says what surefoot is for."""
+    """Accept no options before the subcommand; the help text is in `app`."""
 
 
 @functools.cache
 def build_verbs() -> Any:
-    """Build the command line, whose verbs are imported and built when they are asked for."""
+    """Build the root command; each subcommand is imported and built on first access."""
     built: Any = get_command(app)
     built.commands = LazyVerbs(
         {
@@ -132,7 +135,10 @@ def _build_verb(name: str, module: str, group: str) -> Any:
 
 
 def main() -> None:
-    """Run a verb and exit with its code; print errors as text, and tracebacks on `--traceback`."""
+    """Run the subcommand in `sys.argv` and exit with its exit code.
+
+    Errors are printed as text; with `--traceback`, tracebacks are printed too.
+    """
     _open_closed_streams()
     _allow_any_text()
     _show_renamed_keys()
@@ -160,7 +166,10 @@ def main() -> None:
 
 
 def _show_renamed_keys() -> None:
-    """Print the warning of a renamed key as a line on standard error, once for all ranks."""
+    """Replace `warnings.showwarning`, so that a renamed key is reported in one line.
+
+    The line is printed on standard error by the first process only, not by every rank.
+    """
     show = warnings.showwarning
 
     def show_or_print(
@@ -180,9 +189,9 @@ def _show_renamed_keys() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Replace a missing stdout or stderr (in a daemon, or after `>&-`) by the null device.
+    """Replace a missing stdout or stderr by the null device, so that printing works as usual.
 
-    A verb then does the same as with open streams.
+    A stream is missing in a daemon, or after `>&-` in a shell.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -190,7 +199,7 @@ def _open_closed_streams() -> None:
 
 
 def _allow_any_text() -> None:
-    """Escape characters that a stream cannot encode, instead of raising an error.
+    """Make stdout and stderr escape characters that they cannot encode, instead of raising.
 
     An ASCII terminal gets `\\xe9`; an undecodable byte in a file name becomes `\\udcff`.
     """
@@ -202,9 +211,10 @@ def _allow_any_text() -> None:
 
 
 def _reserve_memory() -> None:
-    """Reserve the memory that an out-of-memory error needs to be printed, under `ulimit -v`.
+    """Reserve address space for printing an out-of-memory error, if `ulimit -v` sets a limit.
 
-    Without that limit Linux ends a process before it refuses an import its memory.
+    Without this limit, no reserve is needed: Linux kills the process rather than refuse an
+    allocation.
     """
     if address_space_bytes() is not None:
         with contextlib.suppress(OSError, MemoryError):
@@ -212,9 +222,9 @@ def _reserve_memory() -> None:
 
 
 def _flush(code: int) -> int:
-    """Flush standard output; return `code`, or a storage error's code if the disk is full.
+    """Flush stdout and return the exit code: `code`, or that of a storage error if flushing fails.
 
-    A reader that closed the pipe early, as `head` does, is no failure.
+    It is not a failure if the reader of a pipe closed it early, as `head` does.
     """
     try:
         sys.stdout.flush()
@@ -227,10 +237,10 @@ def _flush(code: int) -> int:
 
 
 def _tell_no_memory(error: Exception, message: str = "") -> int:
-    """Print an out-of-memory error for an allocation outside of a step; return its exit code.
+    """Print an out-of-memory error for an allocation outside of a training step.
 
     The host, the container or `ulimit -v` refused the memory, for example for the import of torch
-    or for the weights of a model.
+    or for the weights of a model. Return the exit code of such an error.
     """
     RESERVE.clear()
     text = next(iter(str(error).strip().splitlines()), "")
@@ -248,9 +258,9 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
 
 
 def _tell_unwritten(error: OSError) -> int:
-    """Print a storage error for a write that no verb handles; return its exit code.
+    """Print a storage error for a write that failed; return its exit code.
 
-    A full, broken or read-only disk refused the write, most often to standard output.
+    The disk is full, broken or read-only. Most often the write was to standard output.
     """
     where = error.filename or "standard output"
     _print_error(
@@ -263,9 +273,10 @@ def _tell_unwritten(error: OSError) -> int:
 
 
 def _tell_refused(error: OSError) -> int:
-    """Print an OSError; return its exit code.
+    """Print an error for an OSError that no subcommand handled; return the exit code.
 
-    What the disk or the user's permissions refuse is not a fault of surefoot; anything else is.
+    Errors of the disk and missing permissions are reported as such. Any other OSError is reported
+    as a bug in surefoot.
     """
     if error.errno in DISK_REFUSES:
         return _tell_unwritten(error)
@@ -279,9 +290,10 @@ def _tell_refused(error: OSError) -> int:
 
 
 def _exit_code_of(leave: SystemExit) -> int:
-    """Return the exit code of a SystemExit, or raise it again if surefoot or Typer raised it.
+    """Return the exit code for a SystemExit; re-raise it if surefoot or Typer raised it.
 
-    An exit by a task's code is reported as an error of the task, whatever code it gave.
+    An exit that the user's task requested is reported as an error of the task, whatever its code.
+    After a closed pipe, as with `head`, the exit code is 0.
     """
     if isinstance(leave.__context__, BrokenPipeError):
         # Typer exits with 1 after a closed pipe, as by `head`; surefoot's 1 is a failed verdict
@@ -316,7 +328,10 @@ def _print_error(error: SurefootError) -> None:
 
 
 def _remove_control_characters(text: str) -> str:
-    """Return the text without terminal control characters: it may name a foreign tensor."""
+    """Return the text without terminal control characters.
+
+    Error messages may quote text from untrusted files, such as the name of a tensor.
+    """
     from surefoot.cli.table import without_control
 
     return "\n".join(map(without_control, text.split("\n")))

@@ -1,4 +1,4 @@
-"""The flags that several verbs share, and their conversion to overrides of a spec."""
+"""Command-line flags that several subcommands share, and functions that evaluate them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def complete_spec(incomplete: str) -> list[str]:
-    """Return the built-in tasks that start with `incomplete`; without one, shells list files."""
+    """Return the names of built-in tasks that start with `incomplete`, for shell completion.
+
+    If there are none, the shell lists files.
+    """
     from surefoot.contract.spec_file import builtin_names
 
     return [name for name in builtin_names() if name.startswith(incomplete)]
@@ -125,10 +128,11 @@ def overrides(
     seed: int | None = None,
     data: str | None = None,
 ) -> list[tuple[str, Any, str]]:
-    """Return (key, value, origin) for each flag that changes the spec.
+    """Return (key, value, origin) for each command-line flag that changes the spec.
 
-    Dedicated flags such as `--steps` override `--set`. Of several values for a key the last one
-    counts, and a warning says so: a command line is often changed by appending to it.
+    Dedicated flags such as `--steps` override `--set`. If a key gets several different values, a
+    warning is printed and the last value is used: command lines are often changed by appending
+    flags.
     """
     from surefoot.cli.help import warn_of_values
     from surefoot.contract.spec_file import parse_set
@@ -150,9 +154,13 @@ def overrides(
 def read_spec(
     command: str, given: str, overrides: list[tuple[str, Any, str]], *, is_quiet: bool = False
 ) -> Origin:
-    """Read the spec that a command is given, and name the keys that the command ignores.
+    """Read a spec, and print a note with the spec keys that the command ignores.
 
-    With `is_quiet` no keys are named, as on ranks after the first.
+    Args:
+        command: name of the command, such as "bench step".
+        given: the SPEC argument.
+        overrides: result of the function `overrides`.
+        is_quiet: if True, no note is printed, for ranks other than 0.
     """
     from surefoot.cli.left_out import DECIDED, name_left_out
     from surefoot.contract import spec_file
@@ -164,14 +172,14 @@ def read_spec(
 
 
 def find_run(given: str) -> Path | None:
-    """Return the run folder that SPEC|RUN names; None for a spec."""
+    """Return the path of the run folder if a SPEC|RUN argument names one; None for a spec."""
     return Path(given) if (Path(given) / "spec.toml").is_file() else None
 
 
 def read_spec_or_run(
     command: str, given: str, overrides: list[tuple[str, Any, str]], task: str | None
 ) -> Origin:
-    """Read a spec, or that of a run folder; name the keys that the command ignores."""
+    """Read a spec or that of a run folder; print a note with the keys that the command ignores."""
     from surefoot.cli.left_out import name_left_out
     from surefoot.contract import spec_file
 
@@ -185,7 +193,15 @@ def read_spec_or_run(
 
 
 def check_new_file(path: Path, flag: str, example: str) -> None:
-    """Raise InputError if `path` cannot become a new file, before any work is done for it."""
+    """Raise InputError if a new file cannot be created at `path`.
+
+    Commands call this function before they start any long work.
+
+    Args:
+        path: path of the file.
+        flag: flag or argument that names the file, for the message.
+        example: example of a file name, for the message.
+    """
     import os
 
     from surefoot.core.errors import InputError
@@ -207,8 +223,10 @@ def check_new_file(path: Path, flag: str, example: str) -> None:
 
 
 def check_new_folder(path: Path, flag: str) -> None:
-    """Raise InputError if `path` is not an empty folder and cannot become one, before any
-    work.
+    """Raise InputError if `path` is not an empty folder and cannot be created.
+
+    Commands call this function before they start any long work. `flag` names the path in the
+    message.
     """
     from surefoot.core.errors import InputError
 
@@ -227,7 +245,7 @@ def check_new_folder(path: Path, flag: str) -> None:
 
 
 def check_of_run(task: str | None, *, is_run: bool) -> None:
-    """Raise InputError for `--task` without a run: a SPEC names its task itself."""
+    """Raise InputError if `--task` is given without a run: a spec names its task itself."""
     from surefoot.core.errors import InputError
 
     if task is not None and not is_run:
@@ -238,9 +256,12 @@ def check_of_run(task: str | None, *, is_run: bool) -> None:
 
 
 def reject_spec_flags(flags: Mapping[str, object], done: str, verb: str) -> None:
-    """Raise InputError for a flag that would change the spec of a run.
+    """Raise InputError if a flag would change the spec of a run.
 
-    The message says that a run is `done` (profiled, measured) as it is.
+    Args:
+        flags: value of each flag; None or empty if it was not given.
+        done: participle for the message, such as "profiled".
+        verb: subcommand, for the hint.
     """
     from surefoot.core.errors import InputError
 
@@ -253,17 +274,21 @@ def reject_spec_flags(flags: Mapping[str, object], done: str, verb: str) -> None
 
 
 def make_progress_printer(verb: str, *, quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints a verb's progress on standard error, or does nothing."""
+    """Return a function that prints progress on standard error, or nothing if `quiet` is set."""
     return (lambda text: None) if quiet else lambda text: say(f"{verb}: {text}")
 
 
 def warn(text: str) -> None:
-    """Print a warning on standard error, even if the verb is quiet."""
+    """Print a warning on standard error, even with `--quiet`."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def say(text: str) -> None:
-    """Print on standard error; a closed pipe neither ends training nor changes the exit code."""
+    """Print a line on standard error.
+
+    If the pipe is closed, the line and all later ones are discarded, so that a closed pipe neither
+    ends training nor changes the exit code.
+    """
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -278,10 +303,18 @@ def launch_ranks(
     *,
     trains: bool = True,
 ) -> int:
-    """Run this command as `ranks` processes, or MIN:MAX of them; return the exit code.
+    """Run the current command as several ranks on this host; return the exit code.
 
-    If a folder `run` is given, the ranks resume there by themselves after a failure. `trains` is
-    False for a command that writes no checkpoint to resume from.
+    Args:
+        ranks: number of ranks, or a range "MIN:MAX".
+        spec: spec that the ranks use.
+        run: run folder, from whose checkpoints the ranks restart after a failure; None for no
+            restarts.
+        max_restarts: consecutive restarts allowed without a new checkpoint; None for 3.
+        trains: False for a command that writes no checkpoint to resume from.
+
+    Raises:
+        InputError: if the number of ranks is not possible.
     """
     from surefoot.control.launch import launch
     from surefoot.control.launch.decide import find_numbers
@@ -332,7 +365,10 @@ def launch_ranks(
 
 
 def read_range(text: str) -> tuple[int | None, int]:
-    """Return how many ranks `--ranks` allows: (MIN, MAX), or (None, N). Raises InputError.
+    """Parse the value of `--ranks` to (MIN, MAX), or to (None, N).
+
+    Raises:
+        InputError: if the value is invalid.
 
     >>> read_range("2"), read_range("1:4")
     ((None, 2), (1, 4))
@@ -350,7 +386,7 @@ def read_range(text: str) -> tuple[int | None, int]:
 
 
 def _refuse(spec: RunSpec, number: int) -> str:
-    """Return why `number` ranks cannot train this spec, as far as it shows; "" where they can."""
+    """Return why `number` ranks cannot train this spec; "" if the spec allows them."""
     from surefoot.core.errors import SpecError
 
     try:
@@ -361,7 +397,7 @@ def _refuse(spec: RunSpec, number: int) -> str:
 
 
 def _check_ranks(spec: RunSpec, number: int) -> None:
-    """Raise SpecError, before any rank starts, where `number` ranks cannot train this spec."""
+    """Raise SpecError, before any rank starts, if `number` ranks cannot train this spec."""
     from surefoot.core.ranks import layout, pieces
 
     table, train = spec.layout, spec.train
@@ -376,7 +412,10 @@ def _check_ranks(spec: RunSpec, number: int) -> None:
 
 
 def find_judge(stall_s: float) -> Judge:
-    """Return the functions that detect and describe ranks which wait `stall_s` seconds."""
+    """Return the functions with which a supervisor detects and describes stalled ranks.
+
+    Ranks are stalled if one waits for `stall_s` seconds in a collective.
+    """
     from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
     from surefoot.control.launch.looking import Judge
 
@@ -393,7 +432,7 @@ def find_judge(stall_s: float) -> Judge:
 
 
 def print_result(row: dict[str, Any], show: Callable[..., None], *given: Any, json: bool) -> None:
-    """Print `row` as one JSON object with `json`; else call `show(*given)`, which prints text."""
+    """Print `row` as one JSON object if `json` is set; otherwise call `show(*given)`."""
     if json:
         print_json(row)
     else:
@@ -401,7 +440,7 @@ def print_result(row: dict[str, Any], show: Callable[..., None], *given: Any, js
 
 
 def print_json(row: dict[str, Any]) -> None:
-    """Print one JSON object with a format version; non-finite values become null."""
+    """Print one JSON object with the version of its format; non-finite values become null."""
     import json
 
     print(json.dumps(_without_nan({"version": 1, **row}), allow_nan=False, default=str))

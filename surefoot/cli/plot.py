@@ -1,6 +1,7 @@
-"""Line plots as text: rows in, one string out, in braille dots or in letters, without color.
+"""Line plots as text without color, drawn with braille dots or with letters.
 
-Each curve of an overlay carries its letter along the line, so that the legend needs no color.
+In a plot of several curves, the letter of each curve is written along its line, so that the legend
+needs no color.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ _DOTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """Settings of a plot: columns and rows, log axis, braille or letters, title of the x axis."""
+    """Settings of a plot.
+
+    `width` and `height` are in characters. `log` selects a logarithmic y axis, `braille` selects
+    braille dots instead of letters.
+    """
 
     width: int = 80
     height: int = 16
@@ -45,7 +50,7 @@ def terminal_style(
 ) -> Style:
     """Return a style as wide as the terminal, at most 120 columns (80 in a pipe).
 
-    Plots use letters if `encoding` has no braille.
+    Plots use letters if the encoding cannot represent braille dots.
     """
     try:
         "\u28ff─┤".encode(encoding or "ascii")
@@ -57,9 +62,9 @@ def terminal_style(
 
 
 def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> str:
-    """Plot all curves over one pair of axes, with a letter along each, and the legend below.
+    """Plot all curves in the same axes, with a legend below; return the text.
 
-    `x` rises; each curve has a value for each x.
+    `x` must be ascending, and each curve has one value per x.
 
     >>> curves = {"down": [1, 0.5, 0], "up": [0, 0.5, 1]}
     >>> print(overlay([0, 1, 2], curves, Style(width=22, height=5, braille=False)))
@@ -94,7 +99,10 @@ def overlay(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> s
 
 
 def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style) -> str:
-    """Plot a panel per curve, with its name above, on common axes; as many per row as fit."""
+    """Plot each curve in a separate panel, with its name above; return the text.
+
+    All panels have the same axes. As many panels as fit are placed in one row.
+    """
     axis = _axis(curves, style)
     if axis is None:
         return NOTHING
@@ -125,7 +133,10 @@ def side_by_side(x: Sequence[float], curves: Mapping[str, Values], style: Style)
 
 
 class _Canvas:
-    """A grid of characters. Points are counted in dots: 2 by 4 in a braille cell, 1 in a letter."""
+    """Grid of characters on which lines are drawn.
+
+    Coordinates are counted in dots. A character has 2 by 4 dots with braille, and 1 dot without.
+    """
 
     def __init__(self, columns: int, rows: int, braille: bool) -> None:
         self.columns, self.rows, self._braille = columns, rows, braille
@@ -135,7 +146,10 @@ class _Canvas:
         self._paths: list[dict[int, int]] = []
 
     def line(self, points: Sequence[tuple[int, int] | None], letter: str) -> None:
-        """Connect the points (column and row of dots, from the top left); None is a gap."""
+        """Draw a line through the points; a point that is None leaves a gap.
+
+        A point is a column and a row, in dots from the top left.
+        """
         path: dict[int, int] = {}
         before = None
         for point in points:
@@ -155,7 +169,7 @@ class _Canvas:
         path.setdefault(cell[0], cell[1])
 
     def write_letters(self, num_curves: int) -> None:
-        """Write each curve's letter on its line, in cells without another curve's letter."""
+        """Write the letter of each curve along its line, but never over a different letter."""
         repeats = max(1, self.columns // (6 * num_curves))
         for index, path in enumerate(self._paths):
             for turn in range(repeats):
@@ -177,7 +191,7 @@ class _Canvas:
 
 
 def _line_dots(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """Return the dots of a straight line, both ends included."""
+    """Return the dots of a straight line, including both ends."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (
@@ -221,7 +235,7 @@ def _axis(curves: Mapping[str, Values], style: Style) -> Axis | None:
 
 
 def _tick_labels(axis: Axis, height: int) -> list[str]:
-    """Return a label, or an empty text, for each row of the plot."""
+    """Return the y-axis label of each row of the plot; "" for a row without a tick."""
     labels = [""] * height
     for value in axis.ticks(max(2, (height - 1) // 3 + 1)):
         labels[round((1 - axis.share(value)) * (height - 1))] = format_number(value)
@@ -240,7 +254,7 @@ def _add_frame(
 
 
 def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list[str]:
-    """Return the x axis: the line with ticks, the values at the ticks, and the title."""
+    """Return the text lines of the x axis: the axis with ticks, the tick labels, and the title."""
     corner, dash, tick = ("└", "─", "┬") if style.braille else ("+", "-", "+")
     line, numbers = [dash] * columns, [" "] * columns
     span = (x[-1] - x[0]) or 1.0
@@ -257,7 +271,7 @@ def _x_axis(x: Sequence[float], columns: int, margin: int, style: Style) -> list
 
 
 def _wrap_legend(parts: Sequence[str], indent: int, width: int) -> list[str]:
-    """Return the legend, with as many entries in a line as fit."""
+    """Return the lines of the legend, each with as many entries as fit into `width` characters."""
     lines = [" " * indent]
     for part in parts:
         if len(lines[-1]) > indent and len(lines[-1]) + len(part) + 3 > width:
@@ -267,7 +281,7 @@ def _wrap_legend(parts: Sequence[str], indent: int, width: int) -> list[str]:
 
 
 def _notes(curves: Mapping[str, Values], axis: Axis) -> list[str]:
-    """Return notes on what the plot leaves out."""
+    """Return a note for each kind of value that the plot does not show."""
     drawn = [value for values in curves.values() for value in values if value is not None]
     notes = []
     if any(value < axis.low for value in drawn):

@@ -1,4 +1,7 @@
-"""Output of rows (a table at a terminal, aligned text in a pipe), sentences and times."""
+"""Output of tables, sentences and times to a terminal or a pipe.
+
+In a pipe, tables are aligned text.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +30,11 @@ def print_table(
     num_hidden: int = 0,
     what: str = "rows",
 ) -> None:
-    """Print `rows` under `headers`; the columns named in `right` are right-aligned.
+    """Print a table; the columns named in `right` are right-aligned.
 
-    At a terminal that is too narrow long cells wrap, and columns that do not fit are printed below
-    the others. A line below the table says how many further rows, `what`, are in --json alone.
+    If the terminal is too narrow, long cells wrap, and columns that do not fit are printed as a
+    second table below. If `num_hidden` is positive, a line below the table says that this number of
+    further rows is in the output of `--json` only. `what` names the rows in this line.
     """
     harmless = [[without_control(cell) for cell in row] for row in rows]
     if sys.stdout.isatty():
@@ -42,7 +46,9 @@ def print_table(
 
 
 def without_control(text: str) -> str:
-    """Return the text on one line, without terminal control characters, which a run may contain.
+    """Return the text on one line, without terminal control characters.
+
+    Text from a run folder may contain such characters.
 
     >>> without_control("red \x1b[31m, two\\nlines")
     'red ?[31m, two lines'
@@ -53,7 +59,7 @@ def without_control(text: str) -> str:
 def plain_table(
     headers: Sequence[str], rows: Rows, *, right: Container[str] = (), indent: int = 0
 ) -> str:
-    """Return the rows as aligned text, without color or lines.
+    """Return a table as aligned text, without color or lines.
 
     >>> print(plain_table(("run", "steps"), [("a", "5"), ("bcde", "1,000")], right=("steps",)))
     run   steps
@@ -103,11 +109,16 @@ def _print_rich(headers: Sequence[str], rows: Rows, right: Container[str], inden
 
 
 def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> list[dict[int, int]]:
-    """Return the width of each column within `room`, for one or more tables.
+    """Return column widths that fit into `room` characters, as one dict per table.
 
-    Columns that do not fit form another table, which repeats the first column. `natural` is the
-    width of a column's longest cell, `longest` that of its longest word: only a word that is wider
-    than a line is broken.
+    A dict maps the index of a column to its width. Columns that do not fit into the first table
+    form further tables, which repeat the first column. Only a word that is wider than a line is
+    broken.
+
+    Args:
+        natural: width of the longest cell of each column.
+        longest: width of the longest word of each column.
+        room: available characters per line.
 
     >>> fit_columns([8, 50], [8, 9], 80), fit_columns([8, 90], [8, 9], 80)
     ([{0: 8, 1: 50}], [{0: 8, 1: 70}])
@@ -134,10 +145,10 @@ def fit_columns(natural: Sequence[int], longest: Sequence[int], room: int) -> li
 
 
 def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> None:
-    """Print names and values, a pair per line; an empty name continues the line above.
+    """Print pairs of a name and a value, one per line.
 
-    At a terminal a long value wraps with an indent, unless `whole` keeps it on one line, for
-    example for a command to copy.
+    A pair with an empty name continues the pair above. In a terminal, long values wrap with an
+    indent. With `whole` they stay on one line, for example commands to copy.
     """
     width = max(len(name) for name, _ in pairs)
     for name, value in pairs:
@@ -147,19 +158,23 @@ def print_pairs(pairs: Sequence[tuple[str, str]], *, whole: bool = False) -> Non
 
 
 def print_text(text: str, *, indent: int = 0) -> None:
-    """Print a sentence; at a terminal it wraps between words."""
+    """Print a sentence; in a terminal, it wraps between words."""
     for line in _wrap(text, taken=indent):
         print(" " * indent + line)
 
 
 def _wrap(text: str, *, taken: int) -> list[str]:
-    """Return the lines of `text` at a terminal with `taken` columns in use; one line in a pipe."""
+    """Wrap `text` to the width of the terminal minus `taken` columns; in a pipe, do not wrap."""
     room = shutil.get_terminal_size().columns - taken if sys.stdout.isatty() else sys.maxsize
     return textwrap.wrap(without_control(text), max(room, 20), break_on_hyphens=False) or [""]
 
 
 def write_csv(path: Path, headers: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Write the rows under their headers to a new CSV file; None becomes an empty cell."""
+    """Write rows under their headers to a CSV file; None becomes an empty cell.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
     import csv
 
     try:
@@ -172,7 +187,10 @@ def write_csv(path: Path, headers: Sequence[str], rows: Sequence[Sequence[Any]])
 
 
 def format_time(time_s: float | None) -> str:
-    """Format seconds since 1970 as local date and time; for another year as the date alone."""
+    """Format a Unix time as local date and time; in a year other than the current, as a date.
+
+    None and invalid times are formatted as `n/a`.
+    """
     if time_s is None:
         return UNKNOWN
     try:
@@ -183,7 +201,7 @@ def format_time(time_s: float | None) -> str:
 
 
 def format_utc(time_s: float) -> str:
-    """Format seconds since 1970 as date and time in UTC.
+    """Format a Unix time as date and time in UTC; an invalid time as `n/a`.
 
     >>> format_utc(1_790_000_000.0), format_utc(1e300)
     ('2026-09-21 14:13 UTC', 'n/a')
@@ -195,6 +213,6 @@ def format_utc(time_s: float) -> str:
 
 
 def shorten(text: str, length: int = 60) -> str:
-    """Return the first line of `text`, cut to `length` characters."""
+    """Return the first line of `text`, truncated to `length` characters."""
     line = text.splitlines()[0] if text else ""
     return line if len(line) <= length else f"{line[: length - 3]}..."

@@ -1,10 +1,13 @@
-"""The process that watches ranks which torchrun, or environment variables, started.
+"""Watcher process for ranks that torchrun or a different launcher started.
 
-`runtime/comm/watched.py` starts it. As the supervisor of `--ranks` does, it names the rank that
-keeps the others waiting, and ends all ranks. Their launcher decides whether to start them again.
+`runtime/comm/watched.py` starts it. If a rank blocks the others, the watcher reports this rank and
+ends all ranks, as the supervisor of `surefoot train --ranks` does. Their launcher decides whether
+to restart them.
 
-`python -m surefoot.cli.watch JSON` takes `stall_s`, `parent` (the rank that started it), and for
-each rank its `pid` and the descriptors of its flight record and its stacks.
+The command is `python -m surefoot.cli.watch JSON`. The JSON object has `stall_s` (seconds of
+waiting that count as a stall), `parent` (process id of the rank that started the watcher), and
+`ranks`: for each rank its `pid`, and as `files` the descriptors of its flight record and its
+stacks.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ HINT = (
 
 
 def main(words: str) -> None:
-    """Watch until the parent process or a rank has ended, or a rank keeps the others waiting."""
+    """Watch the ranks until the parent process or a rank ends, or a rank blocks the others.
+
+    `words` is the JSON object that the module describes.
+    """
     row = json.loads(words)
     told = [RankFiles(*each["files"]) for each in row["ranks"]]
     judge = find_judge(row["stall_s"])._replace(hint=HINT)

@@ -1,8 +1,8 @@
 """Find the checkpoints of a run on disk and check them against their manifests, without torch.
 
-A file is opened without following links; its size and the header of a safetensors file are compared
-before any data is read, and every byte is hashed. Data that is read for loading is hashed in the
-memory that receives it, so nothing can change between the check and the use.
+A file is opened without following links. Before its data is read, its size, and the header of a
+safetensors file, are compared with the manifest; then every byte is hashed. Data that is loaded is
+hashed in the memory that receives it, so nothing can change between the check and the use.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ BAD, GONE, DRAFT, OLD = ".bad-", ".gone-", ".draft-", ".old-"
 
 @contextlib.contextmanager
 def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Executor]:
-    """Yield a pool of threads that hash, at a lower priority than the thread that writes.
+    """Provide a pool of threads for hashing, with a lower priority than the calling thread.
 
-    The writing thread then resumes at once after waiting for the disk.
+    A thread that writes a checkpoint can then resume at once when the disk is ready. `nice` is the
+    amount by which the priority is lowered.
     """
     with ThreadPoolExecutor(
         num_threads,
@@ -50,18 +51,17 @@ def hashing(num_threads: int = NUM_THREADS, nice: int = NICE) -> Iterator[Execut
 
 
 def has_draft(run: Path) -> bool:
-    """Return whether an incomplete checkpoint of `run` exists.
+    """Return whether `run` has an incomplete checkpoint.
 
-    It is being written, or its process died while writing.
+    Such a checkpoint is being written, or its process died while writing it.
     """
     return any((run / manifest.FOLDER).glob(f"{DRAFT}*"))
 
 
 def readable_steps(run: Path) -> list[int]:
-    """Return the readable steps of a run, ascending.
+    """Return the steps of `run` whose checkpoint has a folder, ascending.
 
-    These are the steps that have a folder, and the steps whose only remaining folder was being
-    replaced.
+    If a kill interrupted the replacement of a folder, the old folder counts.
     """
     folders = (run / manifest.FOLDER).glob(f"{OLD}*")
     found = (manifest.STEP_FOLDER.match(path.name.removeprefix(OLD)) for path in folders)
@@ -69,10 +69,10 @@ def readable_steps(run: Path) -> list[int]:
 
 
 def find_folder(run: Path, step: int) -> Path | None:
-    """Return the folder from which a step is read; None if there is none.
+    """Return the folder from which the checkpoint of `step` is read; None if there is none.
 
-    It is the step's folder, or the folder that is being replaced: as long as the new folder has no
-    name, even if a kill left it so.
+    It is the step's folder. While that is being replaced, or after a kill during the replacement,
+    it is the old folder.
     """
     folder = manifest.step_folder(run, step)
     return next(
@@ -83,7 +83,7 @@ def find_folder(run: Path, step: int) -> Path | None:
 def check(folder: Path) -> Manifest:
     """Read the manifest of a checkpoint and check every file against it.
 
-    Raises RunFolderError that names the first damaged file.
+    Raises RunFolderError, which names the first damaged file.
     """
     made = manifest.read(folder)
     with hashing() as pool:
@@ -93,7 +93,7 @@ def check(folder: Path) -> Manifest:
 
 
 def check_file(folder: Path, entry: Entry, pool: Executor) -> None:
-    """Check every byte of one file against its manifest entry. Raises RunFolderError."""
+    """Check every byte of one file against its entry in the manifest. Raises RunFolderError."""
     with open_file(folder, entry) as file:
         if entry.tensors is None:
             found = digest.begin_read(pool, file, {entry.name: (0, entry.num_bytes)}).finish()[
@@ -115,7 +115,10 @@ def _name_damage(path: Path, pieces: Mapping[str, Piece], found: Mapping[str, st
 
 
 def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piece]) -> str:
-    """Return the digest of a safetensors file, from its header and the digests of its tensors."""
+    """Return the digest of a safetensors file, from its header and the digests of its tensors.
+
+    `found` has the digest of each tensor, `pieces` its position in the file.
+    """
     order = sorted(pieces, key=lambda name: (pieces[name].start, pieces[name].num_bytes, name))
     return digest.combine(
         [
@@ -126,7 +129,10 @@ def digest_of(header: bytes, found: Mapping[str, str], pieces: Mapping[str, Piec
 
 
 def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
-    """Return (first byte, byte after the last) of each tensor, with the data starting at `data`."""
+    """Return (first byte, byte after the last) of each tensor in a safetensors file.
+
+    `data` is the position of the first byte after the header.
+    """
     return {
         name: (data + piece.start, data + piece.start + piece.num_bytes)
         for name, piece in pieces.items()
@@ -135,7 +141,7 @@ def spans(data: int, pieces: Mapping[str, Piece]) -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def open_file(folder: Path, entry: Entry) -> Iterator[int]:
-    """Open a file of a checkpoint for reading, as a descriptor.
+    """Open a file of a checkpoint for reading, and yield its descriptor.
 
     Raises RunFolderError for a link, a missing file or a file of a different size.
     """
@@ -161,9 +167,9 @@ def open_file(folder: Path, entry: Entry) -> Iterator[int]:
 
 
 def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
-    """Return the header of a safetensors file, checked against the manifest.
+    """Return the header of a safetensors file, after comparing it with the manifest.
 
-    Raises RunFolderError.
+    Raises RunFolderError if they differ.
     """
     pieces = entry.tensors or {}
     num_data = sum(piece.num_bytes for piece in pieces.values())
@@ -198,12 +204,12 @@ def read_header(descriptor: int, path: Path, entry: Entry) -> bytes:
 
 
 def find_step(run: Path, step: int | str) -> int:
-    """Return the number of a checkpoint that is given by name.
+    """Return the step of a checkpoint that is given by number or by name.
 
     Args:
         run: The run folder.
-        step: A number or its digits, "last", or "best", which is the step with the best score in
-            the manifests, or the last step if no manifest has a score.
+        step: A number or its digits, "last", or "best", which is the step with the best score
+            in the manifests, or the last step if no manifest has a score.
 
     Raises:
         RunFolderError: For a folder that is not a run or holds no such checkpoint.
@@ -229,7 +235,7 @@ def find_step(run: Path, step: int | str) -> int:
 
 
 def find_best(run: Path, steps: list[int]) -> int | None:
-    """Return the step with the best score in its manifest, the earliest of equals.
+    """Return the step with the best score in its manifest; of equal scores the earliest step.
 
     None if no step has a finite score.
     """
@@ -238,7 +244,7 @@ def find_best(run: Path, steps: list[int]) -> int | None:
 
 
 def rank(run: Path, steps: list[int]) -> list[int]:
-    """Return the steps that have a finite score, the best first."""
+    """Return the steps whose manifest has a finite score, the best first."""
     scored = []
     for step in steps:
         with contextlib.suppress(RunFolderError):
@@ -250,7 +256,7 @@ def rank(run: Path, steps: list[int]) -> list[int]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint to a free hidden name, and return that path."""
+    """Rename a damaged checkpoint to a free hidden name, and return its new path."""
     number = 1
     while (
         aside := folder.with_name(f"{BAD}{folder.name}" + (f"-{number}" if number > 1 else ""))
@@ -266,9 +272,9 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint: hide it by renaming, then delete.
+    """Delete a checkpoint: rename it to a hidden name, then delete the files.
 
-    Neither a kill nor a power cut in between leaves a partial folder that looks like a checkpoint.
+    Thus neither a kill nor a power cut leaves a partial folder that looks like a checkpoint.
     """
     hidden = folder.with_name(f"{GONE}{folder.name}")
     shutil.rmtree(hidden, ignore_errors=True)
@@ -278,7 +284,7 @@ def remove(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync a folder, so that the names in it are on disk once this returns."""
+    """Sync a folder, so that its new and changed file names are on disk when the call returns."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

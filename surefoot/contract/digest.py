@@ -1,9 +1,11 @@
-"""SHA-256 of data on disk or in memory, in chunks that all cores hash in parallel.
+"""SHA-256 digests of data on disk or in memory, computed on all cores in parallel.
 
-This module defines every digest. The digest of bytes is SHA-256 over the SHA-256 digests of their
-16 MiB chunks. The digest of a safetensors file is SHA-256 over the digest of its header and those
-of its tensors in the order of the file. On a processor without instructions for SHA-256 several
-chunks are hashed at once (`native/lanes.py`), else each chunk by hashlib; both release the GIL.
+This module defines every digest. The digest of bytes is the SHA-256 of the SHA-256 digests of their
+16 MiB chunks. The digest of a safetensors file is the SHA-256 of the digest of its header and the
+digests of its tensors in the order of the file.
+
+If the processor has no instructions for SHA-256, several chunks are hashed at once
+(`native/lanes.py`). Otherwise hashlib hashes each chunk. Both release the GIL.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ HUGE_BYTES = 2 << 20  # of a huge page, on most processors
 
 
 def combine(digests: Iterable[bytes]) -> str:
-    """Return the digest over digests, as hex."""
+    """Return the SHA-256 of the concatenated digests, as hex."""
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def chunks(num_bytes: int) -> list[tuple[int, int]]:
-    """Return (start, end) of each chunk; one empty chunk for no bytes."""
+    """Return (start, end) of each 16 MiB chunk of `num_bytes` bytes; for 0 bytes, an empty one."""
     return [
         (start, min(start + CHUNK_BYTES, num_bytes))
         for start in range(0, max(num_bytes, 1), CHUNK_BYTES)
@@ -51,15 +53,19 @@ def chunks(num_bytes: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Pending:
-    """Digests that threads are computing: for each name those of its chunks, in order."""
+    """Digests that threads are still computing.
+
+    `parts` has, for each name, its chunks in order: the group with which a chunk is hashed, and its
+    index there.
+    """
 
     # the group that a chunk is hashed with, its index there
     parts: Mapping[str, list[tuple[Future[list[bytes]], int]]]
 
     def finish(self) -> dict[str, str]:
-        """Wait for the threads and return the digest under each name, as hex.
+        """Wait for the threads, and return the digest of each name, as hex.
 
-        Raises what a thread raised.
+        An exception in a thread is raised here too.
         """
         return {
             name: combine(group.result()[place] for group, place in parts)
@@ -68,7 +74,10 @@ class Pending:
 
 
 def begin(pool: Executor, buffers: Mapping[str, memoryview]) -> Pending:
-    """Start hashing byte buffers, which must not change until the last one is done."""
+    """Start hashing byte buffers in the threads of `pool`, and return the pending digests.
+
+    The buffers must not change until `Pending.finish` returns.
+    """
     spans = [(name, span) for name, buffer in buffers.items() for span in chunks(len(buffer))]
     return _begin(
         pool, [(name, _MemoryChunk(buffers[name][start:stop])) for name, (start, stop) in spans]
@@ -83,8 +92,8 @@ def begin_read(
 ) -> Pending:
     """Start hashing parts of an open file, each given as (first byte, byte after the last).
 
-    `into` maps a name to the memory that receives its part, if wanted: the bytes hashed are the
-    bytes stored.
+    `into` may map the name of a part to a buffer that receives its bytes. Exactly the bytes in the
+    buffer are then hashed.
     """
     work: list[tuple[str, _Chunk]] = []
     for name, (start, stop) in spans.items():
@@ -105,7 +114,7 @@ def begin_read(
 
 
 def digest_of_bytes(data: Any) -> str:
-    """Return the digest of a buffer, computed in this thread."""
+    """Return the digest of a buffer, computed in the calling thread."""
     buffer = memoryview(data).cast("B")
     return combine(
         hashlib.sha256(buffer[start:stop]).digest() for start, stop in chunks(len(buffer))
@@ -114,7 +123,7 @@ def digest_of_bytes(data: Any) -> str:
 
 @dataclass(frozen=True)
 class _MemoryChunk:
-    """A chunk in memory."""
+    """Chunk of data in memory."""
 
     buffer: memoryview
 
@@ -123,13 +132,13 @@ class _MemoryChunk:
         return len(self.buffer)
 
     def parts(self, room: memoryview) -> Iterator[memoryview]:
-        """Yield the chunk's bytes; `room` is not used."""
+        """Yield the chunk; the read buffer `room` is not used."""
         yield self.buffer
 
 
 @dataclass(frozen=True)
 class _FileChunk:
-    """A chunk in an open file."""
+    """Chunk of an open file; its bytes are copied to `into`, unless that is None."""
 
     descriptor: int
     start: int
@@ -137,9 +146,9 @@ class _FileChunk:
     into: memoryview | None
 
     def parts(self, room: memoryview) -> Iterator[memoryview]:
-        """Read the chunk and yield its bytes in parts stored in `room`.
+        """Read the chunk and yield it in parts, which are stored in the read buffer `room`.
 
-        All parts but the last are whole blocks of SHA-256.
+        The size of each part but the last is a multiple of SHA-256's block size.
         """
         done = 0
         for window in windows(self.descriptor, self.start, self.num_bytes, room):
@@ -153,7 +162,7 @@ _Chunk = _MemoryChunk | _FileChunk
 
 
 def _begin(pool: Executor, work: Sequence[tuple[str, _Chunk]]) -> Pending:
-    """Start hashing chunks, several at once where that is faster."""
+    """Start hashing named chunks, several at once in a thread if that is faster."""
     found: dict[int, tuple[Future[list[bytes]], int]] = {}
     for group in lanes.group_by_size([chunk.num_bytes for _, chunk in work]):
         digests = pool.submit(_hash, [work[i][1] for i in group])
@@ -179,7 +188,7 @@ def _hash(group: Sequence[_Chunk]) -> list[bytes]:
 
 
 def _make_chunk_buffers(group: Sequence[_Chunk]) -> list[memoryview]:
-    """Return a read buffer for each chunk of a file."""
+    """Return a read buffer for each chunk; the buffers are empty if no chunk is in a file."""
     stored = [chunk.num_bytes for chunk in group if isinstance(chunk, _FileChunk)]
     if not stored:
         return [memoryview(b"")] * len(group)
@@ -200,10 +209,10 @@ def digest_of_file(path: Path) -> str:
 
 
 def read_directly(descriptor: int, sizes: Collection[int]) -> None:
-    """Switch an open file to direct reads if parts of these sizes are large on average.
+    """Switch an open file to direct reads if the parts to read are large on average.
 
-    Small parts are read faster through the cache. Nothing changes if the file system has no
-    direct reads.
+    `sizes` are their sizes in bytes. Small parts are read faster through the page cache. Nothing
+    changes if the file system does not support direct reads.
     """
     if sum(sizes) >= len(sizes) * LARGE_BYTES:
         try:
@@ -214,10 +223,10 @@ def read_directly(descriptor: int, sizes: Collection[int]) -> None:
 
 
 def make_room(num_bytes: int) -> memoryview:
-    """Return page-aligned memory, in huge pages where the system has them.
+    """Return a page-aligned buffer, in huge pages if the system has them.
 
-    A direct read into small pages is split where they are not adjacent, and takes up to twice as
-    long.
+    A direct read into small pages is split where they are not adjacent in physical memory, which
+    takes up to twice as long.
     """
     # private to this process: shared memory gets no huge pages
     memory = mmap.mmap(-1, num_bytes, access=mmap.ACCESS_COPY)
@@ -232,10 +241,11 @@ def _whole_blocks(num_bytes: int) -> int:
 
 
 def windows(descriptor: int, start: int, num_bytes: int, room: memoryview) -> Iterator[memoryview]:
-    """Read the bytes from `start` on and yield them in parts stored in `room` (from `make_room`).
+    """Read bytes of a file from `start` on, and yield them in parts stored in the buffer `room`.
 
-    A part is valid until the next one is requested. All parts but the last are whole blocks of
-    SHA-256. Raises RunFolderError for a file that ends early.
+    `room` must come from `make_room`. A part is valid until the next one is requested. The size of
+    each part but the last is a multiple of SHA-256's block size. Raises RunFolderError if the file
+    ends early.
     """
     stop = start + num_bytes
     while start < stop:
@@ -255,9 +265,9 @@ def windows(descriptor: int, start: int, num_bytes: int, room: memoryview) -> It
 
 
 def _read_blocks(descriptor: int, blocks: memoryview, start: int, needed: int) -> int:
-    """Fill `blocks`, or their first `needed` bytes, and return the number of bytes read.
+    """Read into `blocks`, at least its first `needed` bytes, and return the number of bytes read.
 
-    It is smaller where the file ends before.
+    The number is smaller if the file ends earlier.
     """
     done = 0
     while done < min(needed, len(blocks)) and (
@@ -278,7 +288,7 @@ def _read_some(descriptor: int, block: memoryview, start: int) -> int:
 
 
 def set_direct(descriptor: int, *, wanted: bool) -> bool:
-    """Switch direct reads and writes of an open file on or off; return whether that changed.
+    """Switch direct reads and writes (O_DIRECT) of an open file; return whether the mode changed.
 
     Raises OSError if the file system refuses.
     """

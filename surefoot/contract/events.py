@@ -1,8 +1,9 @@
 """The records of a run in `events.jsonl`: one JSON object per line, append-only, with a version.
 
-They are readable without torch. Every record has `v` (format version), `kind`, `generation` (the
-attempt that wrote it) and `time_s` (seconds since 1970). Units are part of the names. A reader
-tolerates a truncated last line, and of a repeated step keeps the newest generation.
+They are readable without torch. Every record has `v` (format version), `kind`, `generation` (number
+of the attempt that wrote it) and `time_s` (seconds since 1970). Units are part of the names of
+fields. A reader ignores a truncated last line. If several attempts recorded a step, it uses the
+record of the newest generation.
 """
 
 from __future__ import annotations
@@ -55,7 +56,10 @@ RENAMED_PHASES = {"optimiser": "optimizer"}  # the previous release wrote the fi
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Fields of every record; docs/reference/events.md describes those of each kind."""
+    """Base class of all records, with the fields that all of them have.
+
+    docs/reference/events.md describes the fields of each kind.
+    """
 
     kind: ClassVar[str] = ""
     generation: int
@@ -71,7 +75,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Started(Event):
-    """Start of a run, or of another attempt at it."""
+    """Start of the first attempt of a run, or of a later one."""
 
     kind: ClassVar[str] = "started"
     spec_id: str
@@ -174,7 +178,7 @@ class Evaluated(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """Checkpoint of the state after `step` that is on disk, synced and named by a manifest."""
+    """Checkpoint of the state after `step` that is complete and synced to disk."""
 
     kind: ClassVar[str] = "committed"
     step: int
@@ -188,8 +192,8 @@ class Committed(Event):
 class Compiled(Compilation, Event):
     """Compilation of code in the steps up to `step`.
 
-    `why_again` is the reason of a recompilation (None for the first compilation), `ended_early` the
-    reason of a graph break.
+    `why_again` is the reason for a recompilation (None for the first compilation), `ended_early`
+    the reason for a graph break.
     """
 
     kind: ClassVar[str] = "compiled"
@@ -198,7 +202,7 @@ class Compiled(Compilation, Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Fault(Event):
-    """Fault of a run, and the action that was taken."""
+    """Fault in a run, and the action that was taken."""
 
     kind: ClassVar[str] = "fault"
     step: int
@@ -213,7 +217,7 @@ class Fault(Event):
 class Ended(Event):
     """End of an attempt.
 
-    `outcome` is finished, stopped, interrupted or failed; `cause` is the reason in words.
+    `outcome` is "finished", "stopped", "interrupted" or "failed"; `cause` is the reason in words.
     """
 
     kind: ClassVar[str] = "ended"
@@ -251,7 +255,7 @@ _PLAIN: dict[str, type | tuple[type, ...]] = {
 
 
 def _replace_nonfinite(value: Any) -> Any:
-    """Replace non-finite numbers by their names, since JSON has none."""
+    """Return a value with non-finite numbers replaced by strings such as "nan", for JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
@@ -264,17 +268,18 @@ def _replace_nonfinite(value: Any) -> Any:
 def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> Iterator[Event]:
     """Yield the events of a run in the order written.
 
-    Not yielded are a truncated last line, lines of zeros (after a power cut), other damaged lines,
-    and events of kinds that only a later version knows.
+    These lines are left out: a truncated last line, lines of zeros (after a power cut), other
+    damaged lines, and events of kinds that only a later version knows.
 
     Args:
         folder: The run folder.
-        *only: Kinds to read; other lines, of which there may be millions, are not parsed. Without
-            any, all kinds are read.
+        *only: Kinds of events to read; other lines, of which there may be millions, are not
+            parsed. If none is given, all kinds are read.
         damaged: List to which a message for each damaged line is appended.
 
     Raises:
-        RunFolderError: If the folder has no events, no line is an event, or the format is newer.
+        RunFolderError: If the folder has no events, no line is an event, or the format is
+            newer.
     """
     path = folder / FILE
     passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()
@@ -330,7 +335,7 @@ def _open(folder: Path) -> TextIO:
 
 
 def _kind_of(line: str) -> str:
-    """Return the kind of a complete line as this version writes it; "" for any other line."""
+    """Return the kind of a complete line in the format of this version; "" for any other line."""
     return (
         line[len(HEAD) : line.find('"', len(HEAD))]
         if line.startswith(HEAD) and line.endswith("}\n")
@@ -339,7 +344,7 @@ def _kind_of(line: str) -> str:
 
 
 def _rename_phases(row: dict[str, Any]) -> None:
-    """Give the phases of a row, and of its summary, their current names."""
+    """Replace the old names of phases in a row, and in its summary, by the current names."""
     for held in (row, row.get("summary")):
         if not isinstance(held, dict):
             continue
@@ -352,7 +357,7 @@ def _rename_phases(row: dict[str, Any]) -> None:
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None for a line without a valid one."""
+    """Return the JSON object in a line; None if the line is not a valid record."""
     if UNREADABLE in line:
         return None
     try:
@@ -372,9 +377,9 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _parse(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | None:
-    """Return the event of a row, or None.
+    """Return the event of a row; None if a value is missing or has a wrong type.
 
-    None, with a message in `damaged`, for a missing value or one of a different type.
+    If it is None, a message that begins with `place` is appended to `damaged`.
     """
     kind: Callable[..., Event] = KINDS[row["kind"]]
     types = _TYPES[row["kind"]]
@@ -399,7 +404,10 @@ def _parse(row: Mapping[str, Any], place: str, damaged: list[str]) -> Event | No
 
 
 def _has_annotated_type(value: Any, type_: str) -> bool:
-    """Return whether a value has the annotated type; counts may not exceed those of a spec."""
+    """Return whether a value has the annotated type `type_`.
+
+    An integer that is larger in magnitude than `LARGEST` fits only "Any".
+    """
     if type_.startswith("Mapping[str, "):
         return isinstance(value, dict) and all(
             _has_annotated_type(part, type_[13:-1]) for part in value.values()
@@ -418,7 +426,7 @@ def _has_annotated_type(value: Any, type_: str) -> bool:
 
 
 def _read_numbers(key: str, value: Any, type_: str) -> Any:
-    """Return a value with the names "nan", "inf" and "-inf" of float fields converted back."""
+    """Return a value in which "nan", "inf" and "-inf" in float fields are converted to numbers."""
     if isinstance(value, Mapping) and type_ == "Mapping[str, Any]" and key == "summary":
         names = ("loss", "value", "best_value")
         return {
@@ -431,11 +439,11 @@ def _read_numbers(key: str, value: Any, type_: str) -> Any:
 
 
 def find_end(folder: Path, spec_id: str) -> Ended | None:
-    """Return the end of the newest attempt, if the run has nothing left to train; else None.
+    """Return the Ended event of the newest attempt if the run has nothing left to train; else None.
 
     Args:
         folder: The run folder.
-        spec_id: Digest of the spec; the result is None for a run of a different one.
+        spec_id: Digest of the spec; for a run with a different spec the result is None.
     """
     past = list(read(folder, Started, Ended)) if (folder / FILE).is_file() else []
     starts = [event for event in past if isinstance(event, Started)]
@@ -452,7 +460,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def newest(events: Iterable[Event]) -> list[Event]:
-    """Return the events without the steps that a later attempt repeated.
+    """Return the events, without those of steps that a later attempt repeated.
 
     Faults and ends of all attempts are kept.
     """

@@ -1,9 +1,9 @@
-"""`ledger.bin`: the samples that each step consumed, 16 bytes per step, append-only.
+"""`ledger.bin`: a record of the samples that each step consumed, 16 bytes per step, append-only.
 
-It is read and checked against the plan without torch. A header of 256 bytes holds the plan: the
-order is arithmetic, so the samples of a step follow from it. A row is (step, generation, checksum
-of the samples' ids in the order they were read). Rows reach the disk before the checkpoint of their
-step does.
+It is read and checked without torch. The header of 256 bytes holds the plan, from which the samples
+of each step can be computed. A row holds the step, the generation (the number of the attempt that
+wrote it), and a checksum of the samples' ids in the order they were read. Rows reach the disk
+before the checkpoint of their step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ MAX_BUFFERED_BYTES = 4096 * ROW.size
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The values that determine which samples a step consumes.
+    """Values that determine which samples a step consumes.
 
-    `samples` is the size of the set, `seed` and `shuffle` define the order, `ramp` the growth of
-    the batch. With a `window`, chunks of `chunk` samples are shuffled `window` at a time.
+    `samples` is the size of the data set; `seed` and `shuffle` determine the order. `ramp` lists
+    (samples seen, batch size from there on) of a batch size that grows. If `window` is not 0, the
+    data are divided into chunks of `chunk` samples, and the samples of `window` chunks are shuffled
+    together.
     """
 
     samples: int
@@ -61,7 +63,7 @@ class Row(NamedTuple):
 
 
 class LedgerEntry(Protocol):
-    """A row of a ledger: what the attempt `generation` consumed in a step."""
+    """Row of a ledger: what the attempt number `generation` consumed in a step."""
 
     @property
     def step(self) -> int: ...
@@ -74,9 +76,10 @@ Entry = TypeVar("Entry", bound=LedgerEntry)
 
 
 class LedgerFault(NamedTuple):
-    """A row that deviates from what a ledger must hold.
+    """Fault in a ledger: a row, or a missing row, that deviates from what was planned.
 
-    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data` or `damaged`.
+    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data`, `read ahead` or
+    `damaged`. `told` describes the fault.
     """
 
     kind: str
@@ -90,10 +93,11 @@ def checksum(ids: Any) -> int:
 
 
 class AppendOnlyFile:
-    """A file with a header that is only appended to; rows of `add` are on disk once `sync` returns.
+    """Append-only file with a header; rows that were passed to `add` are on disk after `sync`.
 
-    `end_of(size)` returns the end of the last complete row: a killed attempt may leave a partial
-    one. Raises StorageError.
+    A killed attempt may leave a partial row, which is cut off when the file is opened:
+    `end_of(size)` returns the end of the last complete row of a file of `size` bytes. The
+    constructor and `sync` raise StorageError if writing fails.
     """
 
     def __init__(self, path: Path, header: bytes, end_of: Callable[[int], int]) -> None:
@@ -142,10 +146,9 @@ class AppendOnlyFile:
         self._rows, self._num_written = bytearray(), 0
 
     def _flush(self) -> None:
-        """Write the buffered rows.
+        """Write the buffered rows to the file.
 
-        After an error the file is truncated to its previous size, and the rows are written again
-        later.
+        After an error the file is truncated to its previous size, and the rows stay in the buffer.
         """
         if len(self._rows) == self._num_written:
             return
@@ -158,9 +161,10 @@ class AppendOnlyFile:
         self._num_written = len(self._rows)
 
     def _write_anew(self) -> None:
-        """Replace the file by a new one with the synced content and the buffered rows.
+        """Replace the file by a new one that has the synced content and the buffered rows.
 
-        After a failed fsync the next fsync reports nothing about the data that was lost.
+        This is for use after a failed fsync: a second fsync would not report the data that was
+        lost.
         """
         draft = self._path.with_name(f".{FILE}.draft")
         draft.unlink(missing_ok=True)
@@ -194,8 +198,8 @@ class AppendOnlyFile:
 class Ledger:
     """Writer of a run's ledger.
 
-    A ledger with a damaged header is renamed, and its rows count as lost. Raises StorageError when
-    the disk refuses, RunFolderError when the file has a different plan.
+    A ledger with a damaged header is renamed and replaced by an empty one, so its rows count as
+    lost. Raises StorageError if writing fails, RunFolderError if the file has a different plan.
     """
 
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
@@ -214,7 +218,7 @@ class Ledger:
         self._file.add(ROW.pack(step, self._generation, checksum(ids)))
 
     def count_lost(self, step: int) -> int:
-        """Return how many rows are missing for a run that resumes after `step`.
+        """Return how many rows are missing if the run resumes after `step`.
 
         A row is written before the checkpoint of its step, so only damage can remove it.
         """
@@ -246,12 +250,11 @@ def _header(plan: Plan, after: int = 0) -> bytes:
 
 
 def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
-    """Start the ledger of a fork after `step`, with the rows of its parent as attempt 0.
+    """Write the first rows of the ledger of a run that is forked from `parent` after `step`.
 
-    If the plan differs from that of the parent, the new ledger is empty and records that it starts
-    after `step`.
-    Raises StorageError when the disk refuses, RunFolderError if the parent has no readable
-    ledger.
+    They are the rows of the parent up to `step`, as attempt 0. If the fork has a different plan,
+    the ledger is empty and records that it starts after `step`. Raises StorageError if writing
+    fails, RunFolderError if the parent has no readable ledger.
     """
     is_same = read_plan(parent) == plan
     begins = read_after(parent) if is_same else step
@@ -286,7 +289,7 @@ def read_plan(folder: Path) -> Plan:
 def read_after(folder: Path) -> int:
     """Return the step after which a ledger starts: 0, except for a fork with a different plan.
 
-    Raises RunFolderError.
+    Raises RunFolderError if the ledger is missing or damaged.
     """
     return _read_header(folder)[1]
 
@@ -324,9 +327,9 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
 
 
 def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
-    """Return the plan and the start of a header, or a description of what is wrong with it.
+    """Return the plan of a header and the step after which its ledger starts, or an error text.
 
-    Raises RunFolderError for a different format.
+    Raises RunFolderError if the header has a different format version.
     """
     try:
         row = json.loads(header)
@@ -354,9 +357,9 @@ def _parse(header: bytes, path: Path) -> tuple[Plan, int] | str:
 
 
 def _find_no_number(plan: Plan, after: object) -> str | None:
-    """Return a description of the first mistyped value of a header, or None.
+    """Return a description of the first value in a header that has a wrong type, or None.
 
-    JSON also has 14e7, "8" and null, which `_header` never writes.
+    A damaged header may be valid JSON, but have 14e7, "8" or null in place of an integer.
     """
     numbers = {
         "samples": plan.samples,
@@ -394,7 +397,7 @@ def _set_damaged_aside(folder: Path) -> None:
 def read(folder: Path) -> Iterator[Row]:
     """Yield every row in the order written.
 
-    A partial row at the end (after a kill) and zeros (after a power cut) are left out.
+    A partial row at the end (after a kill) and rows of zeros (after a power cut) are left out.
     """
     with files.open_file(folder, FILE) as file:
         file.seek(HEADER_BYTES)
@@ -407,9 +410,10 @@ def read(folder: Path) -> Iterator[Row]:
 
 
 def consumed(rows: Iterable[Entry]) -> tuple[list[Entry], int]:
-    """Return the rows that count, and how many were overruled.
+    """Return the rows that are still valid, and the number of rows that were replaced.
 
-    An attempt that went back to step n overrules the rows from step n on.
+    An attempt that resumes at an earlier step replaces the rows of earlier attempts from that step
+    on.
     """
     kept: list[Entry] = []
     overruled = 0
@@ -422,16 +426,17 @@ def consumed(rows: Iterable[Entry]) -> tuple[list[Entry], int]:
 
 
 def read_faults(run: Path) -> list[events.Fault]:
-    """Return the faults in the log of a run; none for a folder without a log."""
+    """Return the faults that the log of a run records; none if the folder has no log."""
     if not (run / events.FILE).is_file():
         return []
     return [each for each in events.read(run, events.Fault) if isinstance(each, events.Fault)]
 
 
 def find_other_data(faults: Iterable[events.Fault]) -> list[LedgerFault]:
-    """Return a fault for each resume at which the log records data that differ from those before.
+    """Return a fault for each resume at which, according to the log, the data had changed.
 
-    The ledger holds numbers of samples; what they stand for has changed.
+    The ledger holds only the numbers of samples, so it cannot show that the samples themselves
+    changed.
     """
     return [
         LedgerFault(

@@ -1,12 +1,14 @@
-"""`ledger.bin` of a user-written loop: the samples of each batch as consumed, without a plan.
+"""`ledger.bin` of a user-written loop: the samples of each batch that the loop consumed.
 
-It is read and checked without torch. The user's loader chooses the order, so the ids themselves are
-stored, 4 bytes each. A header of 256 bytes holds what an epoch guarantees. A row is a batch: (step,
-generation, epoch, index in the epoch, number of ids), the ids, and the CRC-32 of both. There are no
-ids where the data do not identify the samples of a batch, and only the index is known. A step that
-consumed no batch (a second step on one) has a row without ids, whose index is NO_BATCH. The rows of
-the previous release have no CRC; a loop that it started continues with such rows. Names call an
-epoch a pass.
+It is read and checked without torch. The user's loader chooses the order, so there is no plan, and
+the ids of the samples are stored, 4 bytes each. A header of 256 bytes holds the guarantees of an
+epoch.
+
+A row describes one batch: (step, generation, epoch, index in the epoch, number of ids), the ids,
+and the CRC-32 of both. If the data do not identify the samples of a batch, the row has no ids. A
+step that consumed no batch (a second step on the same batch) has a row without ids, whose index is
+NO_BATCH. Rows of the previous release have no CRC, and a loop that it started continues with such
+rows. In the names of this module, an epoch is called a pass.
 """
 
 from __future__ import annotations
@@ -44,11 +46,11 @@ NO_BATCH = (1 << 32) - 1  # the index in a row of a step that consumed no batch
 
 @dataclass(frozen=True, kw_only=True)
 class LoopGuarantee:
-    """Guarantees of an epoch over the data.
+    """Guarantees of a user's data loader about an epoch.
 
-    `samples` is the size of the set (None: unknown), `once` that an epoch has no sample twice,
-    `all` that a complete epoch has every sample. With `digests` the samples of a batch are not
-    known, and a digest of the batch as four 32-bit numbers is stored in place of their ids.
+    `samples` is the size of the data set, None if unknown. `once` is True if an epoch has no sample
+    twice, `all` if a complete epoch has every sample. With `digests`, the samples of a batch are
+    not known, and a digest of the batch, as four 32-bit numbers, is stored instead of their ids.
     """
 
     samples: int | None = None
@@ -58,9 +60,10 @@ class LoopGuarantee:
 
 
 class Batch(NamedTuple):
-    """A batch of a loop: the step that consumed it, and its index in its epoch.
+    """Batch of a loop, and the step and attempt that consumed it.
 
-    Epochs and indices count from 0. `ids` is empty if the samples are not known.
+    `generation` is the number of the attempt. `number_of_pass` is the number of the epoch and
+    `place` the index of the batch in it, both from 0. `ids` is empty if the samples are not known.
     """
 
     step: int
@@ -71,7 +74,10 @@ class Batch(NamedTuple):
 
 
 class DamagedBytes(NamedTuple):
-    """Bytes of the file that are not rows, after a row of `step`."""
+    """Range of bytes in the file that is not a valid row.
+
+    `step` is the step of the last valid row before it, 0 if there is none.
+    """
 
     start: int
     end: int
@@ -82,7 +88,8 @@ class DamagedBytes(NamedTuple):
 class LoopConsumed:
     """Result of checking a loop's ledger.
 
-    `attempts` are the generations; `num_overruled` batches were read again after a kill.
+    `attempts` are the numbers of the attempts. `num_overruled` is the number of batches that a
+    later attempt read again. `num_passes` is the number of epochs, complete or not.
     """
 
     promise: LoopGuarantee
@@ -103,7 +110,7 @@ class LoopConsumed:
 class LoopLedger:
     """Writer of a loop's ledger.
 
-    Raises StorageError when the disk refuses, RunFolderError when the file is for other data.
+    Raises StorageError if writing fails, RunFolderError if the file was written for different data.
     """
 
     def __init__(self, folder: Path, promise: LoopGuarantee, generation: int) -> None:
@@ -142,7 +149,7 @@ class LoopLedger:
 
 
 def is_loop_run(folder: Path) -> bool:
-    """Return whether a run's ledger is that of a user-written loop."""
+    """Return whether the ledger of a run is that of a user-written loop."""
     try:
         with files.open_file(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
@@ -152,7 +159,10 @@ def is_loop_run(folder: Path) -> bool:
 
 
 def read_promise(folder: Path) -> LoopGuarantee:
-    """Return what the data of a loop guarantee. Raises RunFolderError for a damaged ledger."""
+    """Return the guarantees in the header of a loop's ledger.
+
+    Raises RunFolderError if the header is damaged.
+    """
     try:
         with files.open_file(folder, FILE) as file:
             row = json.loads(file.read(HEADER_BYTES))
@@ -163,16 +173,17 @@ def read_promise(folder: Path) -> LoopGuarantee:
 
 
 def read(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[Batch]:
-    """Return every batch in the order written, without a partial one at the end (after a kill).
+    """Return an iterator over the batches in the order written.
 
-    Damaged rows are left out and listed in `damaged`; reading resumes at the next row with a valid
-    checksum. In a file without checksums, reading ends at a row that exceeds the file.
+    A partial row at the end (after a kill) is left out. Damaged rows are left out and added to
+    `damaged`; reading continues at the next row with a valid checksum. In a file without checksums,
+    reading ends at a row that exceeds the file.
     """
     return (row for row, _ in _scan(folder, damaged))
 
 
 def _scan(folder: Path, damaged: list[DamagedBytes] | None = None) -> Iterator[tuple[Batch, int]]:
-    """Yield every batch, and the position in the file where its row ends."""
+    """Yield each batch, and the position in the file at which its row ends."""
     with files.open_file(folder, FILE) as file:
         has_checksums = _has_checksums(file)
         size, at, step = file.seek(0, os.SEEK_END), HEADER_BYTES, 0
@@ -195,7 +206,7 @@ def _has_checksums(file: BinaryIO) -> bool:
 
 
 def _read_row(file: BinaryIO, at: int, size: int, has_checksums: bool) -> tuple[Batch, int] | None:
-    """Return the row at a position and where it ends; None for a partial or a damaged row."""
+    """Return the row at position `at`, and where it ends; None if it is partial or damaged."""
     file.seek(at)
     head = file.read(HEAD.size)
     if len(head) < HEAD.size:
@@ -212,9 +223,9 @@ def _read_row(file: BinaryIO, at: int, size: int, has_checksums: bool) -> tuple[
 
 
 def check(run: Path) -> LoopConsumed:
-    """Read the ledger of `run` and check what was consumed.
+    """Read the ledger of `run` and check which batches and samples were consumed.
 
-    Raises RunFolderError if it is damaged.
+    Raises RunFolderError if its header is damaged; damaged rows are faults in the result.
     """
     promise = read_promise(run)
     damaged: list[DamagedBytes] = []
@@ -244,9 +255,10 @@ def check(run: Path) -> LoopConsumed:
 
 
 def _find_read_ahead(faults: Sequence[events.Fault], batches: Sequence[Batch]) -> list[LedgerFault]:
-    """Return a fault for each resume in mid-epoch of a loop that read ahead without declaring it.
+    """Return a fault for each resume in mid-epoch of a loop that read batches ahead of its steps.
 
-    Such a resume leaves out or repeats batches, and the ledger holds what was read.
+    Such a resume may leave out or repeat batches. The ledger cannot show this, because it holds the
+    batches as they were read.
     """
     noticed = {each.generation for each in faults if each.fault == "read-ahead"}
     return [
@@ -273,9 +285,9 @@ def _make_damage_fault(damage: DamagedBytes) -> LedgerFault:
 
 
 def begin_fork(parent: Path, folder: Path, step: int) -> None:
-    """Write the ledger that a fork after `step` starts with: its parent's batches, as attempt 0.
+    """Write the first rows of the ledger of a loop that is forked from `parent` after `step`.
 
-    Raises StorageError.
+    They are the batches of the parent up to `step`, as attempt 0. Raises StorageError.
     """
     rows = [batch for batch in consumed(read(parent))[0] if batch.step <= step]
     file = LoopLedger(folder, read_promise(parent), 0)
@@ -286,9 +298,10 @@ def begin_fork(parent: Path, folder: Path, step: int) -> None:
 
 
 def find_sample(run: Path, sample: int) -> list[Batch]:
-    """Return the batches that held `sample` and were not overruled.
+    """Return the batches that contained `sample`, without those that a later attempt replaced.
 
-    Raises RunFolderError for a sample that the set does not have.
+    Raises RunFolderError if the data set has no such sample, or the samples of batches are not
+    known.
     """
     samples = read_promise(run).samples
     if sample < 0 or samples is None or sample >= samples:
@@ -302,7 +315,7 @@ def find_sample(run: Path, sample: int) -> list[Batch]:
 
 
 def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LedgerFault]]:
-    """Compare the overruled batches with those read in their place.
+    """Compare the batches that were replaced with the batches that a later attempt read instead.
 
     Returns the number of comparisons, and a fault for each difference.
     """
@@ -329,7 +342,7 @@ def _read_again(rows: list[Batch], kept: list[Batch]) -> tuple[int, list[LedgerF
 def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
     """Yield a fault for each batch that is not the next of its epoch, and for each skipped step.
 
-    An epoch may be left before its end, and a step may hold several batches.
+    An epoch that ends early is not a fault, nor are several batches in one step.
     """
     step, number, place = 0, 0, -1
     for batch in kept:
@@ -354,7 +367,7 @@ def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
 
 
 def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LedgerFault]:
-    """Yield a fault for each sample that an epoch has twice, and for samples that it left out.
+    """Yield a fault for each sample that an epoch has twice, and for each epoch that lacks samples.
 
     Samples can be missing only in a complete epoch: one after which the next epoch started.
     """

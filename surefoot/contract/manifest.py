@@ -3,7 +3,7 @@
 It is read, checked and written without torch. A checkpoint exists only when its manifest does:
 `checkpoints/step-000000001234/manifest.json` is written last, inside a hidden draft folder that is
 renamed only after everything in it is synced. docs/reference/checkpoints.md specifies the format
-for other readers.
+for other programs.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A tensor of a file, or a rank's part of it.
+    """Tensor in a file, or the part of a tensor that one rank stored.
 
-    The part has `shape` and is at `offset` of a tensor of shape `whole`; rank `owner` held it.
-    `start` is the offset in bytes of its data after the header.
+    The part has the shape `shape` and is at the indices `offset` of a tensor of shape `whole`.
+    `owner` is the rank that stored it. `start` is the position of its data in bytes, counted from
+    the end of the header.
     """
 
     dtype: str
@@ -78,9 +79,10 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A file of a checkpoint; a safetensors file lists its tensors.
+    """File of a checkpoint; for a safetensors file, `tensors` describes its tensors.
 
-    `since` is the step that wrote the file: an earlier one if the file was linked.
+    `since` is the step for which the file was written. It is an earlier step if the file was
+    hard-linked from an earlier checkpoint.
     """
 
     name: str
@@ -92,9 +94,10 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The content of a manifest.
+    """Content of a manifest.
 
-    `score` is the evaluation at this step, if there was one, `parent` the origin of a fork.
+    `score` is the score of an evaluation at this step, None if there was none. `parent` is the
+    origin of a forked run.
     """
 
     step: int
@@ -113,11 +116,11 @@ class Manifest:
 
     @property
     def is_whole_state(self) -> bool:
-        """True if a run can resume from this checkpoint; else it holds only the weights."""
+        """True if a run can resume from this checkpoint, False if it holds only the weights."""
         return any(entry.name == "state.json" for entry in self.files)
 
     def as_text(self) -> str:
-        """Return the manifest as JSON, with a digest over everything else.
+        """Return the manifest as JSON, with a digest of everything else in it.
 
         A non-finite score becomes null, since JSON has no such numbers.
         """
@@ -130,7 +133,7 @@ class Manifest:
 
 
 def find_excess(shape: Sequence[int]) -> str | None:
-    """Return a description of what is too large in a tensor's shape; None for a valid shape.
+    """Return a description of what is too large in a tensor's shape; None if nothing is.
 
     >>> find_excess([1] * 65), find_excess([2, 3])
     ('65 dimensions, more than 64', None)
@@ -147,7 +150,9 @@ def is_no_number(value: Any) -> bool:
 
 
 def file_of(name: str) -> str:
-    """Return the name of the whole file of which `name` is a rank's part; else `name`.
+    """Return the name of a checkpoint file without the suffix of the rank that wrote it.
+
+    A name without such a suffix is returned unchanged.
 
     >>> file_of("optimizer.rank-00001.safetensors"), file_of("model.safetensors")
     ('optimizer.safetensors', 'model.safetensors')
@@ -157,7 +162,7 @@ def file_of(name: str) -> str:
 
 
 def name_of_rank(file: str, rank: int) -> str:
-    """Return the name of a rank's part of `file`."""
+    """Return the name of the part of `file` that `rank` writes."""
     return f"{file.removesuffix('.safetensors')}.rank-{rank:05d}.safetensors"
 
 
@@ -175,10 +180,10 @@ def steps(run: Path) -> list[int]:
 
 
 def named_steps(run: Path) -> list[int]:
-    """Return the steps of a run that have a folder, ascending.
+    """Return the steps of a run that have a folder, with or without a manifest, ascending.
 
-    A folder without a manifest has lost it: a folder gets its name only after its manifest is
-    written.
+    A folder gets its name only after its manifest is written, so one without a manifest has lost
+    it. Raises RunFolderError if checkpoints/ is a symbolic link or cannot be read.
     """
     folder = run / FOLDER
     if folder.is_symlink():
@@ -199,9 +204,9 @@ def named_steps(run: Path) -> list[int]:
 
 
 def read(folder: Path) -> Manifest:
-    """Return the manifest of a step folder, with its digest, names, sizes and types checked.
+    """Return the manifest in a step's folder, after checking its digest, names, sizes and types.
 
-    Raises RunFolderError that names the file.
+    Raises RunFolderError, which names the file.
     """
     path = folder / FILE
     for each in (folder, *([folder.parent] if folder.parent.name == FOLDER else [])):
@@ -255,7 +260,7 @@ def _read_text(path: Path) -> bytes:
 
 
 def find_excess_text(text: bytes) -> str | None:
-    """Return why the text of a manifest is refused, in words; None if it is accepted."""
+    """Return in words why the text of a manifest is too large; None if it is not."""
     if len(text) > MAX_BYTES:
         return f"is larger than {MAX_BYTES >> 20} MiB"
     # each takes twenty times its text in memory
@@ -264,9 +269,9 @@ def find_excess_text(text: bytes) -> str | None:
 
 
 def parse_json(text: bytes, path: Path) -> Any:
-    """Return parsed JSON, in which no object has a key twice.
+    """Return the value of JSON text, in which no object may have a key twice.
 
-    Raises RunFolderError with the file.
+    Raises RunFolderError, which names the file `path`.
     """
     try:
         return json.loads(text.decode(), object_pairs_hook=reject_duplicate_keys)
@@ -277,7 +282,7 @@ def parse_json(text: bytes, path: Path) -> Any:
 
 
 def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the pairs of a JSON object. Raises RunFolderError if a key is given twice."""
+    """Return a JSON object as a dict. Raises RunFolderError if a key is given twice."""
     row = dict(pairs)
     if len(row) != len(pairs):
         raise RunFolderError("a key is given twice, and two readers could read different values")
@@ -285,9 +290,9 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(row: dict[str, Any]) -> Manifest:
-    """Return the manifest of a row, with the type and range of every value checked.
+    """Return the manifest of a JSON object, after checking the type and range of every value.
 
-    The digest protects from accidents, not from an attacker.
+    The digest detects accidental damage, but not a manifest that an attacker made.
     """
     files = tuple(parse_entry(entry) for entry in _check_type(row.pop("files"), list))
     names = [entry.name for entry in files]
@@ -335,9 +340,9 @@ def _check_layout(row: Mapping[str, Any]) -> None:
 
 
 def check_score(row: Mapping[str, Any]) -> None:
-    """Raise RunFolderError unless checkpoints can be ranked by a score.
+    """Raise RunFolderError if checkpoints cannot be ranked by a score.
 
-    It needs a finite value or null, and whether higher or lower is better.
+    A valid score has a value that is finite or null, "higher" or "lower" for `better`, and a name.
     """
     value = row.get("value")
     is_number = _is_plain(value) and not isinstance(value, str | bool)
@@ -354,7 +359,7 @@ def check_score(row: Mapping[str, Any]) -> None:
 
 
 def _check_parts(files: Sequence[Entry]) -> None:
-    """Check that the parts of each tensor contain every row exactly once."""
+    """Check that the parts of each tensor together contain every row exactly once."""
     found: dict[tuple[str, str], list[Piece]] = {}
     for entry in files:
         for name, piece in (entry.tensors or {}).items():
@@ -380,7 +385,10 @@ def _check_parts(files: Sequence[Entry]) -> None:
 
 
 def parse_entry(row: dict[str, Any]) -> Entry:
-    """Return the checked entry of one file of a manifest. Raises RunFolderError."""
+    """Return the entry of one file in a manifest, after checking its values.
+
+    Raises RunFolderError.
+    """
     tensors = row.get("tensors")
     pieces = (
         None

@@ -1,8 +1,8 @@
-"""A lock for one writer per run folder, and a generation that increases with every attempt.
+"""A lock that lets one process write a run folder, and a generation that counts attempts.
 
-The lock is a kernel lock (flock on `run.lock`): it is released when the process ends, however that
-happens. Where there is no flock (Windows), nothing is locked, which a note at the start of a run
-says, and only the generation shows that a later attempt took the folder.
+The lock is a kernel lock (flock on `run.lock`), which is released when the process ends for any
+reason. On a system without flock (Windows) nothing is locked, and a note at the start of a run says
+so. There only the generation shows that a later attempt has taken over the folder.
 """
 
 from __future__ import annotations
@@ -36,13 +36,17 @@ NAMED_WITHIN_S, LOOK_S = 2.0, 0.01  # an owner writes its process id right after
 
 
 class RunLock:
-    """The lock of the process that may write a run folder; `generation` counts attempts from 1."""
+    """Lock of the process that writes a run folder.
+
+    `generation` is the number of the process's attempt, from 1.
+    """
 
     def __init__(self, folder: Path, *, after: int = 0) -> None:
-        """Lock `folder`; the generation is one above the file's and above `after`.
+        """Lock `folder`, and set `generation`.
 
-        Raises RunFolderError, naming the owner, when another process holds the lock, or when the
-        file cannot be written.
+        It is one more than the generation in the lock file, or than `after` if that is larger.
+        Raises RunFolderError if another process holds the lock, whose id is in the message, or if
+        the file cannot be written.
         """
         # absolute, so that it does not depend on the working folder
         self._path = folder.absolute() / FILE
@@ -62,9 +66,9 @@ class RunLock:
 
     @classmethod
     def following(cls, folder: Path, generation: int) -> Self:
-        """Return an object for the lock of another process, for a process that works with it.
+        """Return an object with which a process can check a lock that another process holds.
 
-        It can check whether the lock is still valid, and releases nothing.
+        It neither locks nor releases anything. `generation` is that of the lock's owner.
         """
         made = cls.__new__(cls)
         made._path, made._descriptor, made._process, made.generation = (
@@ -86,10 +90,11 @@ class RunLock:
             self.release()
 
     def _lock(self, folder: Path) -> None:
-        """Raise RunFolderError when another process holds the lock.
+        """Lock the file. Raises RunFolderError if another process holds the lock.
 
-        Until the owner has written its process id, the file names no process, or a process that has
-        ended.
+        An owner writes its process id soon after it locks the file. Until then the file names no
+        process, or one that has ended, so this method waits up to 2 seconds before it raises the
+        error.
         """
         until_s = time.monotonic() + NAMED_WITHIN_S
         while not self._is_locked():
@@ -107,9 +112,9 @@ class RunLock:
             time.sleep(LOOK_S)
 
     def _is_locked(self) -> bool:
-        """Try to lock the file; return False if another process holds it.
+        """Try to lock the file, and return whether it is now locked by this process.
 
-        True if there is no flock.
+        True on a system without flock.
         """
         if fcntl is not None:
             try:
@@ -123,7 +128,10 @@ class RunLock:
         return generation if isinstance(generation, int) else 0
 
     def _write(self) -> None:
-        """Write the owner in place, padded: a full disk cannot lose the previous generation."""
+        """Write the owner to the lock file, in place and padded to a fixed size.
+
+        So a full disk cannot lose the previous generation.
+        """
         row = {
             "generation": self.generation,
             "process": os.getpid(),
@@ -146,21 +154,21 @@ class RunLock:
             raise
 
     def is_still_held(self) -> bool:
-        """Return whether certainly no later attempt took the folder.
+        """Return True if it is certain that no later attempt has taken over the folder.
 
-        Checked before every checkpoint; False if the disk does not answer.
+        This is checked before every checkpoint. False if the disk does not respond.
         """
         return self._is_current() is True
 
     def is_lost(self) -> bool:
-        """Return whether certainly a later attempt took the folder, or the folder is gone.
+        """Return True if certainly a later attempt took over the folder, or the folder is gone.
 
-        False if the disk does not answer.
+        False if the disk does not respond.
         """
         return self._is_current() is False
 
     def describe_loss(self) -> str:
-        """Return why this attempt may not write: the folder is gone, or a later attempt took it."""
+        """Return why this attempt may not write: the folder is gone, or a later attempt has it."""
         folder = self._path.parent
         if not self._path.exists():
             return f"{folder} no longer exists: it was moved or deleted"
@@ -206,7 +214,10 @@ class RunLock:
 
 
 def describe_missing_lock() -> tuple[str, ...]:
-    """Return a note for a system without flock, where two processes may write the same folder."""
+    """Return a note if the system has no flock, so that two processes could write the same folder.
+
+    The result is empty if the system has flock.
+    """
     if fcntl is not None:
         return ()
     return (
@@ -219,7 +230,7 @@ def describe_missing_lock() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class LockOwner:
-    """The attempt that last took a run's lock, as `run.lock` records it, and whether it is held.
+    """Attempt that last locked a run folder, by `run.lock`, and whether it still holds the lock.
 
     Unknown values are None.
     """
@@ -241,10 +252,10 @@ def read_boot_id() -> str | None:
 
 
 def find_owner(folder: Path) -> LockOwner:
-    """Return the process that last took the lock of the run in `folder`, and whether it is held.
+    """Return the process that last locked the run in `folder`, and whether it still holds the lock.
 
-    Call it before reading the records, so that a run that ends in between does not look like a dead
-    one.
+    Call this before reading the records of the run. Otherwise a run that ends in between would look
+    as if its process had died.
     """
     is_held = probe(folder)
     descriptor = _open_to_read(folder)
@@ -287,15 +298,15 @@ def probe(folder: Path) -> bool | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a process writes the run in `folder` now; False if unknown."""
+    """Return whether a process of this host is writing the run in `folder`; False if unknown."""
     return probe(folder) is True
 
 
 @contextlib.contextmanager
 def keep_out(folder: Path) -> Iterator[None]:
-    """Keep processes of this host from starting to write the run in `folder` inside the block.
+    """Prevent processes of this host, inside the block, from starting to write a run in `folder`.
 
-    Nothing is written. Raises RunFolderError if a process writes the run already.
+    Nothing is written. Raises RunFolderError if a process is already writing the run.
     """
     descriptor = _open_to_read(folder)
     try:
@@ -327,7 +338,7 @@ def _open_to_read(folder: Path) -> int | None:
 
 
 def read_generation(folder: Path) -> int:
-    """Return the newest generation of the run in `folder`; 0 if unknown."""
+    """Return the number of the newest attempt of the run in `folder`; 0 if unknown."""
     try:
         generation = json.loads(files.read_bytes(folder, FILE))["generation"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -336,7 +347,7 @@ def read_generation(folder: Path) -> int:
 
 
 def _is_alive(process: object) -> bool:
-    """Return whether a process of this host has that process id."""
+    """Return whether a process with the id `process` exists on this host."""
     if not isinstance(process, int) or process <= 0:
         return False
     try:

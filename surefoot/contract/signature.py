@@ -1,6 +1,6 @@
 """Read the parameters of a task's constructor from its source, and check [task] against them.
 
-The task is not imported.
+[task] is a table of the spec. The task is not imported.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a task: name, annotation as an expression, default as source text."""
+    """Parameter of a task's constructor: its name, annotation and default, read from source code.
+
+    `default_text` is the source text of the default, None if there is no default.
+    """
 
     name: str
     annotation: ast.expr | None
@@ -50,11 +53,19 @@ class Parameter:
 
 
 def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None:
-    """Check the keys of [task] against the constructor of `use`.
+    """Check the [task] table of a spec against the constructor of the task `use`.
 
-    Raises TaskError when the file or class is missing, SpecError for an unknown key, a missing one,
-    or a wrong type. What only an import can show (a constructor inherited from another module) is
-    not checked.
+    A constructor that can only be read by an import, such as one inherited from a different module,
+    is not checked.
+
+    Args:
+        use: The task: a built-in name, `file.py:Class` or `package.module:Class`.
+        given: The keys and values of the table, without `use`.
+        places: Where each key was given, by dotted key such as `task.width`.
+
+    Raises:
+        TaskError: If the file or the class is missing.
+        SpecError: If a key is unknown, a required key is missing, or a value has a wrong type.
     """
     parameters = find_parameters(use)
     if parameters is None:
@@ -89,13 +100,19 @@ def check(use: str, given: Mapping[str, Any], places: Mapping[str, str]) -> None
 
 
 def has_parameter(use: str, name: str) -> bool | None:
-    """Return whether the task has a parameter `name`; None when only an import can show that."""
+    """Return whether the constructor of the task `use` has a parameter `name`.
+
+    None if only importing the task can show that.
+    """
     parameters = find_parameters(use)
     return None if parameters is None else any(parameter.name == name for parameter in parameters)
 
 
 def find_source(use: str) -> Path | None:
-    """Return the file of a task, found without importing it; None if it is not a source file."""
+    """Return the source file of the task `use`, found without importing it; None if not found.
+
+    The file in a `use` such as `file.py:Class` is returned even if it does not exist.
+    """
     module, colon, _ = use.partition(":")
     if module.endswith(".py"):
         return Path(module)
@@ -121,9 +138,10 @@ def _is_file(path: Path) -> bool:
 
 
 def find_parameters(use: str) -> list[Parameter] | None:
-    """Return the constructor's parameters of `use`; None when only an import can show them.
+    """Return the parameters of the constructor of the task `use`, without importing the task.
 
-    Raises TaskError if the file or the class is missing or not valid Python.
+    None if only an import can show them. Raises TaskError if the file or the class is missing, or
+    the file is not valid Python.
     """
     module, colon, name = use.partition(":")
     path = find_source(use)
@@ -161,9 +179,10 @@ def find_parameters(use: str) -> list[Parameter] | None:
 
 
 def suggest_class(path: Path, name: str = "") -> str:
-    """Return a hint that names the task in a file: the class with most methods of a task.
+    """Return a hint that names the class in a file that is most likely the task.
 
-    A class whose name is near `name` comes before others. The file is not imported.
+    It is the class that has the most methods of a task. Of several such classes, one with a name
+    similar to `name` is preferred. The file is not imported.
     """
     try:
         tree = ast.parse(path.read_bytes())
@@ -184,13 +203,16 @@ def suggest_class(path: Path, name: str = "") -> str:
 
 
 def _count_methods(methods: set[str]) -> int:
-    """Return how many of a task's methods there are; `updates` replaces `forward` and `loss`."""
+    """Return how many of the four required methods of a task are in `methods`.
+
+    The method `updates` counts as `forward` and `loss`, which it replaces.
+    """
     replaced = {"forward", "loss"} if "updates" in methods else set()
     return len((methods | replaced).intersection(METHODS))
 
 
 def _methods_of(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: int) -> set[str]:
-    """Return the methods of a class, those of its bases in the same file included."""
+    """Return the names of a class's methods, including those of base classes in the same file."""
     found = {
         each.name for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
     }
@@ -203,9 +225,10 @@ def _methods_of(node: ast.ClassDef, classes: Mapping[str, ast.ClassDef], depth: 
 
 
 def find_unguarded_run(path: Path) -> int | None:
-    """Return the line of a script that starts a Run or an attach on import; None if there is none.
+    """Return the line number at which importing a script would start a run; None if none would.
 
-    Statements under an `if`, and those after a statement that may end the script, are not checked.
+    The run may be a `with Run(...)` or a call of `attach`. Statements under an `if`, and those
+    after a statement that may end the script, are not checked.
     """
     try:
         tree = ast.parse(path.read_bytes())
@@ -216,7 +239,7 @@ def find_unguarded_run(path: Path) -> int | None:
 
 
 def _names_of_starters(tree: ast.Module) -> set[str]:
-    """Return the names of Run and attach in a script."""
+    """Return the names by which a script can refer to surefoot's Run and attach."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "surefoot":
@@ -230,7 +253,10 @@ def _names_of_starters(tree: ast.Module) -> set[str]:
 def _find_start(
     body: Sequence[ast.stmt], starters: set[str], functions: Mapping[str, ast.FunctionDef]
 ) -> int | None:
-    """Return the line in `body`, or in a function called there, that always starts a run."""
+    """Return the line number of a statement that always starts a run; None if there is none.
+
+    The statement is in `body`, or in a function that `body` calls.
+    """
     for node in body:
         if isinstance(node, ast.If | ast.While | ast.Match):
             if _may_end(node) and not _is_main_guard(node):
@@ -264,7 +290,7 @@ def _find_start(
 
 
 def _may_end(node: ast.stmt) -> bool:
-    """Return whether a statement may leave the script or the function."""
+    """Return whether a statement may end the script, or leave the function or loop around it."""
     calls = [
         ast.unparse(each.func).rpartition(".")[2]
         for each in ast.walk(node)
@@ -286,7 +312,7 @@ def _is_main_guard(node: ast.stmt) -> bool:
 
 
 def _first_public(tree: ast.Module) -> str | None:
-    """Return the first name of `__all__`, if that is a plain list."""
+    """Return the first name of `__all__`; None if that is not a plain list or tuple of strings."""
     for node in tree.body:
         if (
             isinstance(node, ast.Assign | ast.AnnAssign)
@@ -300,9 +326,9 @@ def _first_public(tree: ast.Module) -> str | None:
 
 
 def _is_bound(tree: ast.Module, name: str) -> bool:
-    """Return whether `name` is imported, assigned, or defined under a condition.
+    """Return whether a module imports `name`, assigns it, or defines it under a condition.
 
-    Only an import can show what such a name is.
+    Only importing the module can show what such a name refers to.
     """
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom) and any(
@@ -389,7 +415,7 @@ def _field_parameter(item: ast.AnnAssign) -> Parameter:
 def _matches_annotation(value: Any, annotation: ast.expr) -> bool:
     """Return whether a TOML value fits an annotation.
 
-    True for an annotation that is not a simple type.
+    An annotation that is not a simple type is not checked: the result is True.
     """
     if isinstance(annotation, ast.Constant):
         return value is None if annotation.value is None else _fits_text(value, annotation.value)
@@ -407,7 +433,7 @@ def _matches_annotation(value: Any, annotation: ast.expr) -> bool:
 
 
 def _fits_text(value: Any, text: object) -> bool:
-    """Return whether a value fits an annotation in quotes."""
+    """Return whether a value fits an annotation that is written as a string."""
     if not isinstance(text, str):
         return True
     try:

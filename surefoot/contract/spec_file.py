@@ -47,9 +47,10 @@ _KEY = re.compile(
 
 @dataclass(frozen=True)
 class Origin:
-    """A spec with the origin of each value: `optim.lr` -> `mine.toml:7` or `--set`.
+    """A spec and the origin of each value that was given.
 
-    A default has no origin.
+    `places` maps a key such as `optim.lr` to an origin such as `mine.toml:7` or `--set optim.lr`.
+    It does not contain values that are defaults.
     """
 
     spec: RunSpec
@@ -71,15 +72,13 @@ def builtin_names() -> list[str]:
 def read(
     given: str, overrides: Sequence[tuple[str, Any, str]] = (), *, decided: Collection[str] = ()
 ) -> Origin:
-    """Return the spec that `given` names, with the origin of each value.
-
-    The spec is the attribute `spec` of what is returned.
+    """Return the spec that `given` names, together with the origin of each value.
 
     Args:
         given: A TOML file, a built-in task's name, or `file.py:Task`.
         overrides: (key, value, origin) of each override.
-        decided: Keys that the calling command sets itself; a key that has an effect only with other
-            values of these is not refused.
+        decided: Keys that the calling command sets itself. If a key has no effect only because
+            of the values of these keys, it is not refused.
 
     Raises:
         SpecError: With file, line and the nearest valid name.
@@ -88,9 +87,9 @@ def read(
 
 
 def as_spec(given: RunSpec | Origin | Mapping[str, Any] | str | Path) -> RunSpec:
-    """Return the spec in any of the forms in which a script may give it.
+    """Return the RunSpec that `given` describes: a spec, tables, a TOML file or a task's name.
 
-    Raises InputError for a value of another type, SpecError for a spec that is not valid.
+    Raises InputError for a value of another type, SpecError for an invalid spec.
     """
     match given:
         case RunSpec():
@@ -108,9 +107,9 @@ def as_spec(given: RunSpec | Origin | Mapping[str, Any] | str | Path) -> RunSpec
 
 
 def read_written(path: Path | str) -> RunSpec:
-    """Return the spec in a file that surefoot wrote for one of its processes.
+    """Return the spec in a file that surefoot wrote for one of its own processes.
 
-    It was checked before, so keys without effect are accepted.
+    The spec was checked before, so keys without effect are accepted.
     """
     stated = _tables_of(str(path), Path.cwd(), depth=0)
     return _build_spec(stated, (), allowed=find_idle_keys(stated[0])).spec
@@ -123,11 +122,11 @@ def read_of_run(
     task: str | None = None,
     checks_task: bool = True,
 ) -> Origin:
-    """Return the spec of the run in a folder.
+    """Return the spec of the run in the folder `run`, with the origin of each value.
 
-    `task` (`file.py:Task`) names the same task at another path, with the same parameters. With
-    `checks_task` false the task may be missing. Raises RunFolderError for a folder that is not a
-    run, SpecError as `read` does.
+    `task` (`file.py:Task`) is the new location of the run's task, if it was moved. With
+    `checks_task` False, the task may be missing. Raises RunFolderError for a folder that is not a
+    run, SpecError for an invalid spec or override, TaskError if the task is missing.
     """
     try:
         files.check_no_link(run, FILE)
@@ -164,7 +163,10 @@ def _build_spec(
     allowed: Collection[str] = (),
     decided: Collection[str] = (),
 ) -> Origin:
-    """Return the spec of tables with overrides; keys in `allowed` may have no effect."""
+    """Return the spec of tables with overrides; keys in `allowed` may be without effect.
+
+    `stated` holds the tables and the origin of each value.
+    """
     tables, places = stated
     overrides = [
         (current_key(key, origin.partition(" ")[0]), value, origin)
@@ -190,9 +192,10 @@ def _build_spec(
 def _drop_overridden_keys(
     tables: dict[str, Any], places: dict[str, str], kept: Collection[str]
 ) -> dict[str, Any]:
-    """Return the tables without keys that a later file or flag made ineffective.
+    """Return the tables without keys that a later file or flag made ineffective, except `kept`.
 
-    An example is `momentum` where the later file names another optimizer.
+    For example, `optim.momentum` has no effect if a later file sets a different optimizer. The
+    origins of these keys are removed from `places`.
     """
     made, gone = leave_out_idle(tables, kept)
     for key in gone:
@@ -205,23 +208,28 @@ def _short(key: str) -> str:
 
 
 def _key_in(message: str) -> tuple[str, ...]:
-    """Return the dotted key in a message such as `schedule.cycle is ...`.
+    """Return the table and key that an error message names, as in `schedule.cycle is ...`.
 
-    The schedule checks itself and knows no file.
+    This is for errors of the schedule, which are raised without a key. If the message names no key,
+    the result is `("schedule",)`.
     """
     found = re.search(r"\b([a-z_]+)\.([a-z_]+)\b", message)
     return found.groups() if found else ("schedule",)
 
 
 def write(spec: RunSpec) -> str:
-    """Return the TOML of `spec` without default values; `read` returns the same spec from it."""
+    """Return `spec` as TOML, from which `read` returns the same spec.
+
+    Values that were not given are left out.
+    """
     return tomli_w.dumps(spec.as_tables())
 
 
 def parse_set(text: str) -> tuple[str, Any, str]:
-    """Return key, value and origin of a `--set table.key=value`.
+    """Return (key, value, origin) of the text of `--set table.key=value`.
 
-    The value is parsed as TOML, else used as a string.
+    The value is parsed as TOML; if it is not valid TOML, it is a string. Raises SpecError for a
+    text of a different form.
     """
     key, equals, value = text.partition("=")
     if not equals or key.count(".") < 1 or not all(key.split(".")):
@@ -265,7 +273,10 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
 
 
 def _folder_as_spec(folder: Path) -> SpecError:
-    """Return the error for a folder in the place of a spec, with the commands for a run folder."""
+    """Return the error for a folder that was given as a spec.
+
+    For the folder of a run, the hint is a command that accepts it.
+    """
     from surefoot.contract.run_folder import attached  # no plain run needs it
 
     with contextlib.suppress(OSError):  # a folder of another user
@@ -347,9 +358,10 @@ def _tables_of_file(
 def _with_new_names(
     stated: dict[str, Any], file: str, lines: dict[str, int], *, warns: bool
 ) -> dict[str, Any]:
-    """Return the tables of a file with the current names of their keys; `lines` gets these too.
+    """Return the tables of a file with the current names of their keys.
 
-    With `warns`, warn of each previous name.
+    The current names are added to `lines`, which maps keys to line numbers. With `warns`, there is
+    a warning for each old name.
     """
     try:
         made, previous = with_new_names(stated)
@@ -381,7 +393,7 @@ def _read_text(path: Path) -> str:
 
 
 def _lines(text: str) -> dict[str, int]:
-    """Return the line number of each `table.key`, which tomllib does not keep."""
+    """Return the line number of each `table.key`, which tomllib does not provide."""
     found: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), start=1):
@@ -434,7 +446,7 @@ def _override(
 
 
 def rows(origin: Origin) -> list[tuple[str, Any, str]]:
-    """Return every value of the spec as (key, value, origin), defaults included."""
+    """Return every value of a spec as (key, value, origin); defaults have the origin "default"."""
     dumped = origin.spec.model_dump(mode="python")
     dumped["task"] = {"use": origin.spec.task.use, **origin.spec.task.parameters}
     dumped["schedule"] = origin.spec.schedule.used_keys()

@@ -1,4 +1,7 @@
-"""The result of a step, and the state of a run. Reading a value of a StepReport synchronizes."""
+"""The report of a step, its timing and compilations, and the parts of sharded parameters.
+
+Reading a value of a StepReport waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +15,32 @@ if TYPE_CHECKING:
 
 
 def master_of(parameter: Tensor) -> Tensor:
-    """Return the tensor that the optimizer updates.
+    """Return the tensor that the optimizer updates for `parameter`.
 
-    That is the fp32 master of a parameter stored in fewer bits, or the parameter itself.
+    It is the fp32 master weight of a parameter with a smaller dtype, or else the parameter itself.
     """
     master: Tensor = getattr(parameter, "master", parameter)
     return master
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
-    """Return the model parameter of which `tensor` is the master, or `tensor` itself."""
+    """Return the model parameter whose fp32 master weight is `tensor`, or else `tensor` itself."""
     parameter: Tensor = getattr(tensor, "served", tensor)
     return parameter
 
 
 class Owner(Protocol):
-    """Owner of sharded parameters; `publish` writes updated rows back to the model."""
+    """Object that manages sharded parameters; `publish` writes updated rows back to the model."""
 
     def publish(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows from `start` on of a tensor of shape `whole`, which this rank stores and updates."""
+    """Rows of a sharded tensor that this rank stores and updates.
+
+    `start` is the index of the first row, `whole` the shape of the unsharded tensor.
+    """
 
     start: int
     whole: tuple[int, ...]
@@ -42,13 +48,13 @@ class Part:
 
 
 def part_of(tensor: Tensor) -> Part | None:
-    """Return which part of a whole tensor `tensor` is; None if it is all of it."""
+    """Return which part of a sharded tensor `tensor` is; None if it is not sharded."""
     part: Part | None = getattr(tensor, "part", None)
     return part
 
 
 def mark_same_part(kept: Tensor, moved: Tensor) -> Tensor:
-    """Mark `kept` as the same part of a whole tensor as `moved`, and return it."""
+    """Mark `kept` as the same part of a sharded tensor that `moved` is, and return `kept`."""
     part = part_of(moved)
     if part is not None:
         kept.part = part  # type: ignore[attr-defined]
@@ -56,9 +62,10 @@ def mark_same_part(kept: Tensor, moved: Tensor) -> Tensor:
 
 
 def with_strides_of(kept: Tensor, moved: Tensor) -> Tensor:
-    """Return the optimizer state `kept` with the strides of `moved`, as fused kernels require.
+    """Return the optimizer state `kept` with the strides of its parameter `moved`.
 
-    A file stores every tensor in row-major order, while convolution weights may be channels last.
+    Fused kernels require equal strides. A file stores every tensor in row-major order, but
+    convolution weights may be channels last.
     """
     if kept.shape != moved.shape or kept.stride() == moved.stride() or not kept.is_floating_point():
         return kept
@@ -66,9 +73,9 @@ def with_strides_of(kept: Tensor, moved: Tensor) -> Tensor:
 
 
 def learning_rate_of(group: Mapping[str, Any]) -> float | Tensor | None:
-    """Return a parameter group's `lr`; None for an optimizer that computes its own.
+    """Return a parameter group's `lr`; None if the optimizer computes its own learning rate.
 
-    transformers' Adafactor has `lr=None`; other optimizers have no `lr` at all.
+    transformers' Adafactor has `lr=None`; some optimizers have no `lr` at all.
     """
     rate: float | Tensor | None = group.get("lr")
     return rate
@@ -76,9 +83,9 @@ def learning_rate_of(group: Mapping[str, Any]) -> float | Tensor | None:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The loss scale after a step, and whether its gradients overflowed.
+    """Loss scale after a step, and whether the gradients of the step overflowed.
 
-    Tensors are read from the device on demand.
+    Tensors are read from the device only when they are needed.
     """
 
     scale: float | Tensor
@@ -87,18 +94,18 @@ class Scaling:
 
 @dataclass(slots=True)
 class StepReport:
-    """Report of one optimizer step; reading its values waits for the device.
+    """Report of one optimizer step.
 
-    These values are `loss`, `gradient_norm` and `applied`. Creating a report does not wait.
+    Reading `loss`, `gradient_norm` or `applied` waits for the device; creating a report does not.
 
     Args:
         step: Number of the step, from 1.
-        epoch: Fraction of the data seen; 1.5 is the middle of the second epoch.
+        epoch: Number of passes over the data so far; 1.5 is the middle of the second epoch.
         num_samples: Number of samples that this step consumed, on all ranks together.
         learning_rate: Learning rate of the step; None if the optimizer computes its own.
-        totals: Total, count and weight of each term, by name.
+        totals: Total, count and weight of each term of the loss, by name.
         norm: Global gradient norm before clipping; None unless exactly one update ran.
-        was_applied: Whether the optimizer step was applied, or skipped.
+        was_applied: True if the optimizer step was applied, False if it was skipped.
         waiting_s: Seconds that the step waited for its batch.
     """
 
@@ -116,7 +123,7 @@ class StepReport:
 
     @property
     def terms(self) -> dict[str, float | None]:
-        """Mean of each term: its total over its count, None if the count is 0."""
+        """Mean of each term of the loss: its total divided by its count, None if the count is 0."""
         return {
             name: float(total) / float(count) if float(count) else None
             for name, (total, count, _) in self.totals.items()
@@ -124,7 +131,7 @@ class StepReport:
 
     @property
     def loss(self) -> float | None:
-        """Weighted sum of the means of the terms over the whole global batch.
+        """Weighted sum of the means of the terms of the loss, over the global batch.
 
         None if no update ran in this step, or if the counts of all terms are 0.
         """
@@ -138,12 +145,12 @@ class StepReport:
 
     @property
     def gradient_norm(self) -> float | None:
-        """Global norm before clipping; None with several updates, of which each has a norm."""
+        """Global gradient norm before clipping; None unless exactly one update ran."""
         return None if self.norm is None else float(self.norm)
 
     @property
     def empty_updates(self) -> tuple[str, ...]:
-        """Updates that were skipped, since their loss counted no item in the whole global batch."""
+        """Names of updates that were skipped because their loss counted no item in the batch."""
         return tuple(
             name
             for name, keys in self.updates.items()
@@ -154,7 +161,8 @@ class StepReport:
     def applied(self) -> bool:
         """True if the weights were updated.
 
-        False if the step was skipped: its gradient was non-finite, or its loss counted no item.
+        False if the step was skipped, because its gradient was non-finite or its loss counted no
+        item.
         """
         return bool(self.was_applied)
 
@@ -162,21 +170,23 @@ class StepReport:
     def overflowed(self) -> bool:
         """True if gradients overflowed fp16 although the losses are finite.
 
-        The loss scale is reduced then.
+        In this case the loss scale is reduced.
         """
         return self.scaling is not None and bool(self.scaling.overflowed)
 
     @property
     def loss_scale(self) -> float | None:
-        """The loss scale after this step; None without one."""
+        """Loss scale after this step; None if the loss is not scaled."""
         return None if self.scaling is None else float(self.scaling.scale)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time of steps: seconds by phase (empty phases left out), wall seconds by step, and outliers.
+    """Times of several steps.
 
-    An outlier has `step`, `elapsed_s` and `cause`.
+    `phases` has the total seconds of each phase, such as "forward", that took any time. `step_s`
+    has the wall time of each step in seconds. `outliers` are unusually slow steps, each with
+    `step`, `elapsed_s` and `cause`.
     """
 
     phases: Mapping[str, float]
@@ -186,10 +196,10 @@ class Timing:
 
 @dataclass(frozen=True, kw_only=True)
 class Compilation:
-    """A compilation of a function.
+    """Compilation of a function.
 
-    `why_again` is the reason of a recompilation, None for the first compilation; `ended_early`
-    names the line and reason of a graph break.
+    `why_again` is the reason if it is a recompilation, else None. `ended_early` is the line and the
+    reason of a graph break, None if there was none.
     """
 
     function: str

@@ -1,7 +1,7 @@
 """The protocol of a task (its source, loss, updates, metrics), and loading a task by name.
 
-Importing this module does not import torch. Optional parts of a task are looked up once, in
-`resolve`; a missing part is None.
+Importing this module does not import torch. `resolve` looks up the optional methods of a task once;
+a missing one is None.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _imported: ContextVar[tuple[str, ...]] = ContextVar("imported", default=())
 
 @runtime_checkable
 class Source(Protocol):
-    """Data that returns samples by number; it does not decide their order."""
+    """Data that returns samples by index, in the order that the caller decides."""
 
     guarantee: Guarantee
     digest: str
@@ -59,7 +59,7 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, ids: np.ndarray) -> Batch:
-        """Return the batch of the samples `ids` (int64, shape (batch,)), in that order."""
+        """Return the batch of the samples `ids` (int64 indices, shape (batch,)), in that order."""
         ...
 
     def describe(self) -> str: ...
@@ -69,16 +69,16 @@ class Source(Protocol):
 class Term:
     """Term of a loss: the *sum* over `count` items, not their mean.
 
-    The step divides `total` by the count of the whole global batch.
+    The step divides `total` by the count of the global batch.
 
     Args:
         name: Name of the term in reports and events.
         total: Sum over the items, a scalar tensor with a gradient.
         count: Number of items, an int or a scalar tensor.
         weight: Multiplier of the term's mean.
-        fixed: True for a term that does not depend on the batch (a penalty on weights, boundary
-            points): it counts once per step. If the step is divided into microbatches or among
-            ranks, the mean of the term over them is used. `counts(batch)` need not contain it.
+        fixed: True for a term that does not depend on the batch, such as a penalty on weights:
+            it counts once per step. If the step is divided into microbatches or among ranks,
+            the mean of the term over them is used. `counts(batch)` need not contain it.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Term:
 
 
 class Loss:
-    """Sum of terms, each a total with its count.
+    """Sum of terms, each of which has a total and a count.
 
     Args:
         *terms: The terms.
@@ -117,9 +117,9 @@ class Loss:
 
 
 def as_loss(made: object, name: str) -> Loss:
-    """Return `made`, the result of the loss of `name`, if it is a Loss of scalars.
+    """Return `made` if it is a Loss with scalar totals and counts; raise TaskError otherwise.
 
-    Raises TaskError otherwise.
+    A loss function returned `made`; `name` is the owner of that function, for the message.
     """
     if not isinstance(made, Loss):
         raise TaskError(
@@ -142,13 +142,13 @@ def as_loss(made: object, name: str) -> Loss:
 
 @dataclass(frozen=True)
 class Update:
-    """Optimizer update of a step: its loss, its parameters, and every how many steps it runs.
+    """Optimizer update that is one of several in a step, such as that of a GAN's generator.
 
     Args:
         name: Name of the update in reports and events.
         loss: Function of (model, batch) that returns a `Loss`.
         parameters: Parameters that this update trains.
-        optimizer: Optimizer of these parameters; None builds the spec's optimizer over them.
+        optimizer: Optimizer of these parameters; None for the spec's optimizer.
         every: The update runs in steps whose number is a multiple of this.
     """
 
@@ -160,14 +160,17 @@ class Update:
 
 
 class Metric(Protocol):
-    """Partial result of one batch that merges with others: totals and counts, never means."""
+    """Partial result of a metric on one batch, which can be merged with those of other batches.
+
+    It holds totals and counts, not means.
+    """
 
     better: Literal["higher", "lower"]
 
     def merge(self, other: Any) -> Metric: ...
 
     def value(self) -> float | None:
-        """Return the value over everything that was merged; None if nothing was."""
+        """Return the value over all merged batches; None if there is no data."""
         ...
 
 
@@ -189,7 +192,7 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedTask:
-    """A task with each optional part looked up once; a part that the task does not have is None."""
+    """Task with its optional methods looked up; None for a method that the task does not have."""
 
     task: Task
     name: str
@@ -208,9 +211,10 @@ class ResolvedTask:
 
 
 def resolve(task: Task, importable: str | None = None) -> ResolvedTask:
-    """Look up every optional part of `task` once.
+    """Look up the optional methods of `task`, and check the required ones.
 
-    Raises TaskError when one of model, data, forward, loss is missing, or a part is not callable.
+    Raises TaskError if model, data, forward or loss is missing, or an optional method is not
+    callable. `updates` replaces `loss`.
     """
     kind = type(task).__name__
     if isinstance(task, type):
@@ -264,10 +268,10 @@ def resolve(task: Task, importable: str | None = None) -> ResolvedTask:
 
 
 def load(use: str, parameters: Mapping[str, Any]) -> ResolvedTask:
-    """Import the class that `use` names and build it with `parameters`.
+    """Import the class that `use` names and build the task with `parameters`.
 
-    `use` is a built-in task's name, `file.py:Class` or `package.module:Class`. Raises TaskError
-    when the class cannot be found or built; the user's exception is chained.
+    `use` is a built-in task's name, `file.py:Class` or `package.module:Class`. Raises TaskError if
+    the class cannot be found or built; the user's exception is chained.
     """
     module_name, _, class_name = use.partition(":")
     module = _find_main(module_name, class_name)
@@ -324,9 +328,9 @@ def _failed_import(
 
 
 def _find_main(module_name: str, class_name: str) -> ModuleType | None:
-    """Return the running script if it is the named module and holds the class.
+    """Return the running script if it is the named module and defines the class; else None.
 
-    Importing it would run it once more.
+    Importing the script would run it a second time.
     """
     main = sys.modules.get("__main__")
     file = getattr(main, "__file__", None)
@@ -339,7 +343,7 @@ def _find_main(module_name: str, class_name: str) -> ModuleType | None:
 
 @contextlib.contextmanager
 def _record_import(name: str) -> Iterator[None]:
-    """Record that surefoot imports `name`, so that a run that the import starts is refused."""
+    """Record that surefoot imports `name` in the block, so that a run cannot start there."""
     token = _imported.set((*_imported.get(), name))
     try:
         yield
@@ -348,9 +352,9 @@ def _record_import(name: str) -> Iterator[None]:
 
 
 def check_not_importing() -> None:
-    """Raise TaskError for a run that is started by the import of a script.
+    """Raise TaskError if the import of a script starts a run.
 
-    The script is imported by surefoot for its task, or by a spawned process.
+    Surefoot imports the script for its task, or multiprocessing imports it in a spawned process.
     """
     names = _imported.get()
     # multiprocessing starts no processes where this is set: a spawned one is importing the script
@@ -378,9 +382,10 @@ def _find_user_line(error: BaseException) -> str:
 
 
 def find_use(task: object) -> str | None:
-    """Return the name by which a fresh process can import the class of `task`.
+    """Return the name by which a new process can import the class of `task`: `file.py:Class`.
 
-    None for a class defined in a notebook or inside a function.
+    In a package it is `package.module:Class`; None if the class is defined in a notebook or a
+    function.
     """
     kind = type(task)
     module = sys.modules.get(kind.__module__)
@@ -395,7 +400,7 @@ def find_use(task: object) -> str | None:
 
 
 def is_named(task: object, use: str) -> bool:
-    """Return whether `use` names the class of `task`."""
+    """Return whether `use` is a name of the class of `task`."""
     kind, path = type(task), signature.find_source(use)
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     same_file = path is not None and file is not None and path.resolve() == Path(file).resolve()
@@ -403,10 +408,10 @@ def is_named(task: object, use: str) -> bool:
 
 
 def find_arguments(task: object) -> dict[str, Any] | None:
-    """Return the arguments that make an equal task; None if one cannot be known.
+    """Return the constructor arguments that make an equal task; None if one of them is unknown.
 
-    They are read from attributes with the names of the parameters, which dataclasses have, and
-    classes that set `self.width = width`. Arguments that equal the default are left out.
+    They are read from the attributes with the names of the parameters, as in a dataclass or after
+    `self.width = width`. Arguments that equal the default are left out.
     """
     try:
         parameters = inspect.signature(type(task)).parameters.values()
@@ -433,7 +438,7 @@ def _is_equal(value: Any, default: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether TOML can represent the value."""
+    """Return whether a value can be written as TOML."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(part) for key, part in value.items())
     return (
@@ -444,9 +449,9 @@ def _is_plain(value: Any) -> bool:
 
 
 def task_files() -> list[str]:
-    """Return the task files that this process has imported.
+    """Return the paths of the task files that this process has imported.
 
-    Another process must import them before it can unpickle objects defined in them.
+    Another process must import them before it can unpickle objects of classes defined in them.
     """
     return [
         str(module.__file__) for name, module in sys.modules.items() if name.startswith(OF_A_FILE)

@@ -1,4 +1,4 @@
-"""An axis of a drawing: its range, and the round numbers along it."""
+"""The axis of a plot: its range and its ticks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Return the relative position of a value: 0 at the low end, 1 at the high end.
+        """Return the relative position of a value on the axis: 0 at the low end, 1 at the high.
 
         >>> Axis(0, 8).share(2), Axis(1, 100, log=True).share(10)
         (0.25, 0.5)
@@ -31,7 +31,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, most: int) -> list[float]:
-        """Return at most `most` round numbers along the axis; every power of ten on a log axis."""
+        """Return the ticks: at most `most` round numbers, or on a log axis every power of ten."""
         if not self.log:
             return round_numbers(self.low, self.high, most)
         decades = range(round(math.log10(self.low)), math.floor(math.log10(self.high) + 1e-9) + 1)
@@ -39,16 +39,17 @@ class Axis:
 
 
 def is_drawn(value: float | None) -> TypeGuard[float]:
-    """Return whether an axis can show a value: not None, finite and below `LARGEST`."""
+    """Return whether a plot can show a value: it is not None, finite and below `LARGEST`."""
     return value is not None and abs(value) < LARGEST
 
 
 def find_axis(
     values: Iterable[float | None], *, log: bool = False, decades: int = DECADES
 ) -> Axis | None:
-    """Return the axis from the smallest to the largest value; None without a value to draw.
+    """Return the axis on which a plot can show `values`; None if there is no value to plot.
 
-    A linear axis starts at 0 if that wastes little space.
+    A linear axis starts at 0 if that wastes little space. A log axis covers at most `decades`
+    powers of ten, down from the largest value. Without a positive value the axis is linear.
     """
     drawn = [value for value in values if is_drawn(value)]
     positive = [value for value in drawn if value > TINY]
@@ -67,7 +68,9 @@ def find_axis(
 
 
 def round_numbers(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` round numbers from `low` to `high`: 1, 2, 2.5 or 5 times powers of ten.
+    """Return at most `most` equally spaced round numbers between `low` and `high`.
+
+    Their distance is 1, 2, 2.5 or 5 times a power of ten.
 
     >>> round_numbers(0, 1, 5), round_numbers(0, 4680, 4)
     ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 2000.0, 4000.0])

@@ -3,21 +3,21 @@
     SurefootError                   base; never raised itself
     |-- InputError            2     found before any work: nothing was written
     |   |-- SpecError               a wrong run specification: file, line, nearest valid name
-    |   |-- TaskError               a task that is missing, lacks a method or breaks the contract
+    |   |-- TaskError               a task that is missing, lacks a method or violates the protocol
     |   |-- DataError               data that is missing, truncated or in a different format
-    |   |   `-- OtherDataError      data read again to resume that differs from the trained data
+    |   |   `-- OtherDataError      data of a resumed run that differs from the trained data
     |   |-- RunFolderError          a folder that is not a run, or the run of a different spec
     |   `-- MissingExtra            an optional package that is not installed
     `-- RunError                    the run started and failed; an Ended event has the cause
         |-- UserCodeError     3     user code raised an exception
         |-- NumbersError      4     non-finite or diverged values
-        |-- StorageError      5     the run folder can no longer be written
-        |-- BadRecordError    6     a record could not be read
+        |-- StorageError      5     surefoot can no longer write to the run folder
+        |-- BadRecordError    6     a data record could not be read
         |-- OutOfMemory       7     a step needed more memory than available
         `-- LostRank          8     another rank of the run failed, or did not start
-    RenamedKeyWarning               -- a FutureWarning: a key or argument has its previous name
+    RenamedKeyWarning               -- a FutureWarning: a key or argument was given by its old name
 
-The number is the exit code of the process. Other exit codes: 0 success, 1 a failed verdict, 70 an
+The number is the exit code of the process. Other exit codes: 0 success, 1 a failed check, 70 an
 internal error, 129 ended by SIGHUP, 130 interrupted, 140 ended by SIGUSR2, 143 ended by SIGTERM,
 152 ended by SIGXCPU.
 """
@@ -41,11 +41,11 @@ EXIT_CPU_TIME = 152
 
 
 class SurefootError(Exception):
-    """Base of all errors: a message, a hint on what to do, and the exit code of the process.
+    """Base class of all errors: a message, a hint on what to do, and the exit code of the process.
 
     Args:
         message: What was given, and what is allowed.
-        hint: What to do, printed on a line of its own; None without one.
+        hint: What the user can do, printed on a line of its own; None for no hint.
     """
 
     exit_code = EXIT_INTERNAL
@@ -60,19 +60,20 @@ class SurefootError(Exception):
 
 
 class InputError(SurefootError):
-    """An input that cannot be run; nothing was written."""
+    """Invalid input that was found before any work; nothing was written."""
 
     exit_code = 2
 
 
 class RenamedKeyWarning(FutureWarning):
-    """Warning that a key of a spec, or an argument, is given by its previous name."""
+    """Warning that a key of a spec, or an argument, was given by its old name."""
 
 
 class SpecError(InputError):
-    """A wrong run specification.
+    """Invalid run specification.
 
-    `where` is `file:line` or the flag that gave the value, `key` its table and key.
+    `where` is the place of the wrong value, if known: `file:line` or a command-line flag. `key` is
+    the table and the key of that value, such as `("optim", "lr")`.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class SpecError(InputError):
 
 
 class TaskError(InputError):
-    """A task that cannot be found, lacks a method, or breaks the contract."""
+    """Task that cannot be found, lacks a method, or violates the task protocol."""
 
 
 class DataError(InputError):
@@ -96,17 +97,15 @@ class DataError(InputError):
 
 
 class OtherDataError(DataError):
-    """The data that a resumed run reads again differ from the data that were trained on."""
+    """Data that differs from the data that a run was trained on, found when the run is resumed."""
 
 
 class RunFolderError(InputError):
-    """A folder that is not a run, the run of a different spec, or one that another process
-    writes.
-    """
+    """Folder that is not a run, is the run of a different spec, or is in use by another process."""
 
 
 class MissingExtra(InputError):
-    """An optional package that is not installed; names the extra that installs it."""
+    """Optional package that is not installed; the hint names the extra of surefoot to install."""
 
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
         super().__init__(
@@ -119,9 +118,10 @@ class MissingExtra(InputError):
 
 @contextmanager
 def require_package(package: str, *modules: str, extra: str, needed_for: str) -> Iterator[None]:
-    """Raise MissingExtra for an import of `modules` inside the block that is not installed.
+    """Raise MissingExtra if an import inside the block fails because a module is not installed.
 
-    A package that is installed and broken raises its own error.
+    Only the names in `modules` count. A package that is installed but fails to import raises its
+    own error.
     """
     try:
         yield
@@ -146,7 +146,9 @@ MENDS = {
 
 
 def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
-    """Return what to do about a write that failed with `error`, or what to do `instead`.
+    """Return a hint for a write that failed with `error`.
+
+    It says how to fix the cause; `instead`, if given, is added as an alternative.
 
     >>> hint_unwritten(OSError(errno.ENOSPC, "No space left on device"), "give another --run")
     'free some space, or give another --run'
@@ -158,7 +160,10 @@ def hint_unwritten(error: BaseException, instead: str | None = None) -> str:
 
 
 def hint_nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return the start of a hint that asks whether a known name was meant; "" if none is near.
+    """Return a hint such as "did you mean 'batch'? " for the most similar name; "" for none.
+
+    `cutoff` is the least similarity, from 0 to 1, as in `difflib.get_close_matches`. More text can
+    follow the hint.
 
     >>> hint_nearest("batchh", ["batch", "length"]), hint_nearest("x", ["batch"])
     ("did you mean 'batch'? ", '')
@@ -168,7 +173,7 @@ def hint_nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def hint_unread(error: OSError) -> str:
-    """Return what to do about a file that could not be opened for reading.
+    """Return a hint for a file that could not be opened for reading.
 
     >>> hint_unread(PermissionError(errno.EACCES, "Permission denied"))
     'ask its owner for permission to read it'
@@ -181,25 +186,25 @@ def hint_unread(error: OSError) -> str:
 
 
 class RunError(SurefootError):
-    """A run that started and could not continue."""
+    """Failure of a run after it started."""
 
 
 class UserCodeError(RunError):
-    """An exception in user code; the message shows the user's frame, the cause is chained."""
+    """Error in user code; the message shows where, and the user's exception, if any, is chained."""
 
     exit_code = 3
 
 
 class NumbersError(RunError):
-    """Non-finite loss, gradients or weights, or a diverged loss."""
+    """Non-finite loss, gradients or weights, or a loss that diverged."""
 
     exit_code = 4
 
 
 class StorageError(RunError):
-    """A run folder that can no longer be written.
+    """Run folder to which surefoot can no longer write.
 
-    `is_full` is True if the disk is full, or the user's quota is used up.
+    `is_full` is True if the disk is full or the user's quota is used up.
     """
 
     exit_code = 5
@@ -207,25 +212,28 @@ class StorageError(RunError):
 
     @classmethod
     def of(cls, error: OSError, message: str) -> StorageError:
-        """Return the error for a write that failed with `error`, with the text `message`."""
+        """Return a StorageError with the text `message` for a write that failed with `error`."""
         made = cls(message, hint=hint_unwritten(error))
         made.is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         return made
 
 
 class BadRecordError(RunError):
-    """A record that could not be read during the run."""
+    """Data record, such as a sample, that could not be read during the run."""
 
     exit_code = 6
 
 
 class OutOfMemory(RunError):
-    """A step or an evaluation that needed more memory than available."""
+    """Training step or evaluation that needed more memory than was available."""
 
     exit_code = 7
 
 
 class LostRank(RunError):
-    """Another rank that failed or did not start; the first failed rank reports the reason."""
+    """Failure of this rank because another rank failed or did not start.
+
+    The rank that failed first reports the reason.
+    """
 
     exit_code = 8

@@ -1,8 +1,9 @@
-"""Flight record of a rank: a few numbers in memory shared with its launcher.
+"""Flight record of a rank: its step, microbatch and collectives, readable by its launcher.
 
-The rank writes them without waiting, and the launcher reads them at any time. The launcher makes
-one in-memory file for the record of each rank, and another for the stacks of its threads, which the
-rank writes on `core.process.signals.STACKS_SIGNAL`.
+The record is in shared memory. The rank writes it without waiting, and the launcher reads it at any
+time, even if the rank hangs. For each rank the launcher makes two in-memory files: one for the
+record, and one for the stacks of the rank's threads. The rank writes the stacks when it receives
+the signal `core.process.signals.STACKS_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ RECENT = struct.Struct(f"<{KEPT}q")  # collective n at index n % KEPT: its size 
 
 
 class Kind(IntEnum):
-    """Kinds of collectives."""
+    """Type of a collective operation."""
 
     NONE = 0
     SUM = 1
@@ -61,17 +62,18 @@ class Kind(IntEnum):
         }[self]
 
     def range(self, num_bytes: int) -> str:
-        """Return the name of the collective in a trace."""
+        """Return the name of a collective of this type and size in a profiler trace."""
         return f"{RANGE}{self.words} of {num_bytes} bytes"
 
 
 @dataclass(frozen=True)
 class Record:
-    """State of a rank: its step, its microbatch and its collective.
+    """Content of a flight record: the step, the microbatch and the newest collective of a rank.
 
-    `count` is the number of collectives started, `waits_s` the seconds in the current collective,
-    None outside of one. `recent` maps the numbers of the newest collectives to their kind and
-    bytes; bytes are -1 where they may differ between ranks.
+    `count` is the number of collectives that the rank has started; `kind` and `num_bytes` are those
+    of the newest. `waits_s` is the time since the current collective started, in seconds; None if
+    the rank is in none. `recent` maps the numbers of the newest collectives to their kind and
+    bytes. The bytes are -1 if they may differ between ranks.
     """
 
     step: int
@@ -84,15 +86,16 @@ class Record:
 
     @property
     def is_busy(self) -> bool:
-        """True if the rank saves, or does something else that only one rank does."""
+        """True if the rank does something that only one rank does, such as saving a checkpoint."""
         return self.microbatch == BUSY
 
 
 class RankSnapshot(NamedTuple):
-    """Observation of one rank by its launcher.
+    """State of one rank as its launcher sees it.
 
-    It holds the flight record, the letter of the process state (proc(5)), the stack, innermost
-    frame first, and the file that the rank waits for, such as `read of /data/part.tar`.
+    `record` is the flight record of the rank, `state` the letter of its process state (proc(5)),
+    `stack` its stack with the innermost frame first, and `file` the file that it waits for, such as
+    `read of /data/part.tar`.
     """
 
     rank: int
@@ -103,9 +106,9 @@ class RankSnapshot(NamedTuple):
 
 
 class Flight:
-    """The writing end of a flight record, in the rank.
+    """Writer of a flight record, in the rank itself.
 
-    `files` are the descriptors of the record and of the stacks.
+    `files` are the descriptors of the record and of the file for stacks, which is -1 for none.
     """
 
     def __init__(self, descriptor: int, stacks: int = -1) -> None:
@@ -114,16 +117,16 @@ class Flight:
         self._count = 0
 
     def step(self, number: int) -> None:
-        """Record that a step starts."""
+        """Record that step `number` starts."""
         ROW.pack_into(self._map, 0, number, -1, self._count, 0, 0, 0)
 
     def microbatch(self, number: int) -> None:
-        """Record that the forward and backward pass of a microbatch starts."""
+        """Record that the forward and backward pass of microbatch `number` starts."""
         FIELD.pack_into(self._map, MICROBATCH, number)
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Record that this rank works alone inside the block, and may make the others wait."""
+        """Record that, inside the block, this rank works alone and the others may wait for it."""
         FIELD.pack_into(self._map, MICROBATCH, BUSY)
         try:
             yield
@@ -133,10 +136,11 @@ class Flight:
     def during(
         self, kind: Kind, num_bytes: int, job: Callable[[], Result], *, is_of_all: bool = True
     ) -> Result:
-        """Run `job`, a collective, and record it.
+        """Record the start of a collective, run it by calling `job`, and record its end.
 
-        With `is_of_all` False only the ranks of an axis take part, and sizes may differ between
-        them. If `job` raises, the record is left as it is, so that it shows the failed collective.
+        Returns the result of `job`. If `job` raises, the end is not recorded, so that the record
+        shows the failed collective. `is_of_all` is False for a collective among the ranks of one
+        mesh axis; its size may differ between ranks.
         """
         self._count += 1
         FIELD.pack_into(self._map, COUNT, self._count)
@@ -154,29 +158,41 @@ class Flight:
 
 
 def make_file(name: str) -> int:
-    """Make an in-memory file that lives as long as a process has it open; return its descriptor."""
+    """Make the in-memory file of a flight record, and return its descriptor.
+
+    The file exists as long as a process has it open.
+    """
     descriptor = open_nameless(name)
     os.ftruncate(descriptor, NUM_BYTES)
     return descriptor
 
 
 def request_restart(descriptor: int) -> None:
-    """Tell a rank that its end will be a restart, not the end of the run."""
+    """Announce to a rank that it will be ended in order to restart, and that the run continues.
+
+    `descriptor` is that of the rank's flight record.
+    """
     os.pwrite(descriptor, FIELD.pack(RECALLED), RECALL)
 
 
 def is_recalled(descriptor: int | None) -> bool:
-    """Return whether the launcher announced a restart; False without a launcher."""
+    """Return whether the launcher announced a restart, by `request_restart`.
+
+    False if there is no launcher (`descriptor` is None).
+    """
     return _is_written(descriptor, RECALLED)
 
 
 def dismiss(descriptor: int) -> None:
-    """Make a rank end itself at once as a lost rank: it, or another rank, blocks the others."""
+    """Request that a rank end itself at once, because it or a different rank blocks the others.
+
+    The rank ends with the exit code of LostRank. `descriptor` is that of its flight record.
+    """
     os.pwrite(descriptor, FIELD.pack(DISMISSED), RECALL)
 
 
 def is_dismissed(descriptor: int) -> bool:
-    """Return whether the launcher has requested that this rank end itself."""
+    """Return whether the launcher has requested, by `dismiss`, that this rank end itself."""
     return _is_written(descriptor, DISMISSED)
 
 
@@ -190,9 +206,9 @@ def _is_written(descriptor: int | None, value: int) -> bool:
 
 
 def open_nameless(name: str) -> int:
-    """Return the descriptor of an in-memory file, or of a temporary file without a name.
+    """Return the descriptor of a new in-memory file, or of a temporary file without a name.
 
-    `name` is shown by tools that inspect the process.
+    Tools that inspect the process show `name`.
     """
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
@@ -201,7 +217,7 @@ def open_nameless(name: str) -> int:
 
 
 def read(descriptor: int) -> Record:
-    """Return the flight record in a file."""
+    """Return the flight record in the file with this descriptor."""
     step, microbatch, count, kind, num_bytes, since_ns = ROW.unpack_from(
         content := os.pread(descriptor, NUM_BYTES, 0)
     )

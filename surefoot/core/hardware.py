@@ -1,4 +1,4 @@
-"""Hardware: processor, cores and memory of this host, measured peaks and published peaks.
+"""Hardware of this host: processor, cores, memory, and measured or published peak performance.
 
 A peak that was neither measured nor published is None and prints as n/a.
 """
@@ -18,9 +18,10 @@ from surefoot.core.process.memory_limits import find_limit
 class Peaks:
     """Peak performance of a device.
 
-    `flops_per_s` holds FLOP/s of dense matmuls by dtype, `bytes_per_s` the bandwidth of a copy
-    (bytes read plus written), `cache_bytes_per_s` the same within a cache. `threads` is the number
-    of CPU threads used, None for other devices; `source` says where the values come from.
+    `flops_per_s` maps a dtype to the FLOP/s of dense matmuls. `bytes_per_s` is the bandwidth of a
+    copy in memory (bytes read plus bytes written), and `cache_bytes_per_s` that of a copy within a
+    cache. `threads` is the number of CPU threads used, None for other devices. `source` says where
+    the values come from.
     """
 
     device: str
@@ -60,7 +61,7 @@ _PUBLISHED = (
 
 
 def find_published(device: str) -> Peaks | None:
-    """Return the published peaks of a GPU by its full driver name; None if it is not in the table.
+    """Return the published peaks of a GPU, given its full driver name; None for an unknown name.
 
     >>> find_published("NVIDIA H200").flops_per_s["bf16"], find_published("NVIDIA H200 NVL")
     (989400000000000.0, None)
@@ -81,7 +82,8 @@ def find_published(device: str) -> Peaks | None:
 class Machine:
     """A host as described by the operating system.
 
-    `memory_bytes` and `cores` are what this process may use, even in a container.
+    `cores` and `memory_bytes` are what this process may use; in a container they are the limits of
+    the container.
     """
 
     system: str

@@ -1,4 +1,4 @@
-"""Names at the paths where scripts imported them before `surefoot.data`, `surefoot.optim`, ..."""
+"""Keep public names of the previous release importable by their old paths, with a warning."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ RENAMED = {"Normalise": "Normalize", "analyse": "analyze"}
 def moved_to(home: str, package: str) -> Callable[[str], Any]:
     """Return the `__getattr__` of a package whose public names are now imported from `home`.
 
-    The names remain importable from `package` for one release, with a DeprecationWarning. A package
-    itself imports nothing, so that a run loads only the modules that it uses.
+    The names can still be imported from `package` for one release, with a DeprecationWarning. The
+    package itself imports nothing, so that a run loads only the modules that it uses.
     """
 
     def find(name: str) -> Any:
@@ -29,7 +29,10 @@ def moved_to(home: str, package: str) -> Callable[[str], Any]:
 
 
 def renamed_in(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module whose names in `RENAMED` were spelled so before."""
+    """Return the `__getattr__` of `module`, which finds names by their old spelling in `RENAMED`.
+
+    A name that is found in this way causes a DeprecationWarning.
+    """
 
     def find(name: str) -> Any:
         now = RENAMED.get(name)

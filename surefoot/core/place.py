@@ -1,6 +1,6 @@
-"""The rank and host of this process, and the only reader of the environment.
+"""The rank and host of this process, from environment variables.
 
-Arguments take precedence over environment variables.
+Only this module reads the environment. Arguments take precedence over environment variables.
 """
 
 from __future__ import annotations
@@ -52,11 +52,21 @@ TALKING = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # prefixes of variables that config
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A process among `world_size`: `rank` over all hosts, `local_rank` on its host.
+    """Position of this process among the ranks of a run, and the address where the ranks meet.
 
-    The ranks rendezvous at `meeting`:`port`, where rank 0 listens, by the socket `listens` if its
-    launcher opened one; or the launcher does (`has_agent`: torchrun). `restart` is the number of
-    restarts by the launcher.
+    Args:
+        rank: Number of this process among all ranks, from 0.
+        world_size: Number of ranks.
+        local_rank: Number of this process among the ranks on its host, from 0.
+        host: Name of this host.
+        meeting: Address of the rendezvous (MASTER_ADDR).
+        port: Port of the rendezvous (MASTER_PORT).
+        listens: Descriptor of the socket on which rank 0 listens, if the launcher opened it.
+        has_agent: True if the launcher (torchrun) listens at the rendezvous instead of rank 0.
+        has_interface: True if GLOO_SOCKET_IFNAME is set.
+        restart: Number of times that the launcher has restarted the ranks.
+        told: Descriptors of two files in which a launcher reads the rank's progress (its flight
+            record) and the stacks of its threads; None without such a launcher.
     """
 
     rank: int = 0
@@ -74,15 +84,16 @@ class Place:
 
     @property
     def is_on_loopback(self) -> bool:
-        """True if all ranks are on this host, according to the rendezvous address."""
+        """True if the rendezvous address is a loopback address: all ranks are on this host."""
         return self.meeting in ("localhost", "::1") or self.meeting.startswith("127.")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Self:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT (torchrun's names).
+        """Return the place that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT describe.
 
-        Raises InputError when one is not an integer, the rank is out of range, or several ranks
-        have no rendezvous address.
+        These are the variables of torchrun. Raises InputError if a number is not an integer, RANK
+        is out of range or set without WORLD_SIZE, or several ranks have no rendezvous address or no
+        valid port.
         """
         values = {
             name: _read_integer(environ, name, default)
@@ -143,7 +154,7 @@ def _read_integer(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def here() -> Place:
-    """Return the `Place` of this process, from its environment."""
+    """Return the `Place` of this process, read from its environment variables."""
     return Place.from_environ(os.environ)
 
 
@@ -153,12 +164,15 @@ def has_other_ranks() -> bool:
 
 
 def is_started_rank() -> bool:
-    """Return True in a rank that surefoot started, and in every rank but rank 0 of a launcher."""
+    """Return whether surefoot started this process as a rank, or its rank is not 0."""
     return FLIGHT in os.environ or os.environ.get("RANK", "0") != "0"
 
 
 def check_launcher() -> None:
-    """Raise InputError for one of several processes without rank variables, as srun starts them."""
+    """Raise InputError if a launcher started several processes without rank variables.
+
+    For example, srun sets neither RANK nor WORLD_SIZE.
+    """
     tasks = launchers.find_tasks(os.environ)
     if tasks is not None:
         message, line = launchers.describe(tasks)
@@ -166,7 +180,10 @@ def check_launcher() -> None:
 
 
 def flight_file() -> int | None:
-    """Return the descriptor of this rank's flight record; None without a launcher that reads it."""
+    """Return the descriptor of this rank's flight record, in which its launcher reads its progress.
+
+    None if no launcher reads the record.
+    """
     return _read_integer(os.environ, FLIGHT, 0) if FLIGHT in os.environ else None
 
 
@@ -196,9 +213,10 @@ def set_variable(name: str, value: str) -> Callable[[], None]:
 
 
 def take_forks() -> int | None:
-    """Return the socket over which ranks are requested, if this process is a fork server.
+    """Return the descriptor of the socket over which this fork server receives requests for ranks.
 
-    The variable is removed, so that child processes do not inherit it.
+    None if this process is not a fork server. The environment variable that holds the descriptor is
+    removed, so that child processes do not inherit it.
     """
     given = os.environ.pop(FORKS, "")
     with contextlib.suppress(OSError, OverflowError):
@@ -211,15 +229,15 @@ def take_forks() -> int | None:
 
 
 def quiet_profiler() -> Callable[[], None]:
-    """Silence the log of torch's profiler about its stages; return a function that undoes it.
+    """Stop torch's profiler from logging its stages; return a function that undoes this.
 
-    Nothing changes if the environment sets the log level.
+    Nothing changes if KINETO_LOG_LEVEL is set.
     """
     return (lambda: None) if PROFILER_LOG in os.environ else set_variable(PROFILER_LOG, "99")
 
 
 def has_chosen_allocator() -> bool:
-    """Return whether the environment configures or replaces the memory allocator."""
+    """Return whether environment variables configure or replace malloc."""
     return any(
         name.startswith("MALLOC_") or name in ("LD_PRELOAD", "GLIBC_TUNABLES")
         for name in os.environ
@@ -227,12 +245,12 @@ def has_chosen_allocator() -> bool:
 
 
 def has_threads() -> bool:
-    """Return whether the environment sets the number of compute threads."""
+    """Return whether the environment sets the number of compute threads (OMP_NUM_THREADS)."""
     return "OMP_NUM_THREADS" in os.environ
 
 
 def whole_path(path: str | Path) -> Path:
-    """Return the absolute path with `~` expanded, which does not depend on the working folder."""
+    """Return `path` as an absolute path, with `~` expanded."""
     return Path(path).expanduser().absolute()
 
 
@@ -243,10 +261,10 @@ def cache_folder() -> Path:
 
 
 def child_environment(*, threads: int | None = None) -> dict[str, str]:
-    """Return the environment for a process that surefoot starts.
+    """Return the environment variables for a process that surefoot starts.
 
-    It is that of this process, with the given thread counts, and with the folder of this
-    interpreter first on PATH.
+    They are those of this process, with the folder of this Python interpreter first on PATH. If
+    `threads` is given, OMP_NUM_THREADS and MKL_NUM_THREADS have that value.
     """
     environment = dict(os.environ)
     environment["PATH"] = os.pathsep.join(
@@ -258,7 +276,10 @@ def child_environment(*, threads: int | None = None) -> dict[str, str]:
 
 
 def yield_to_others(nice: int) -> None:
-    """Lower the priority of this thread by `nice`, on Linux; threads that it starts inherit it."""
+    """Lower the priority of the calling thread by `nice`, on Linux.
+
+    Threads that it starts later inherit the priority. Nothing changes on other systems.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(
@@ -271,9 +292,9 @@ def yield_to_others(nice: int) -> None:
 def close_in_children(owner: Any) -> None:
     """Close `owner._descriptor` in every process forked from this one, and set it to -1 there.
 
-    A lock or a file that a forked worker inherits would stay held, or open, as long as that worker
-    lives, even after its parent was killed. A program that is started with exec inherits neither:
-    the descriptors are opened with O_CLOEXEC.
+    Otherwise a forked worker would keep the inherited lock or file open as long as it lives, even
+    after its parent was killed. A program started with exec inherits neither, because the
+    descriptors are opened with O_CLOEXEC.
     """
     call_in_children(owner, _close_inherited)
 

@@ -1,8 +1,9 @@
 """Activation checkpointing: its settings, and the choice of blocks for a memory budget.
 
-Pure arithmetic. A block that is kept holds its inputs and everything that its backward pass needs,
-from its forward pass on. A recomputed block holds only its inputs; during its backward pass it
-holds everything, while every block before it still holds what it holds.
+The model of memory is as follows. From its forward pass on, a block that is not recomputed stores
+its inputs and everything else that its backward pass needs. A recomputed block stores only its
+inputs until its backward pass, in which it stores everything. During that pass each earlier block
+still stores what it stored after its forward pass.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ WORDS = '"none", "full", "every 2", "operators", or a budget as "12 MiB"'
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """Choice of what the backward pass recomputes.
+    """Choice of what the backward pass recomputes (activation checkpointing).
 
     "none": no block; "full": all blocks; "every": every `number`-th block; "operators": the cheap
     operators of all blocks; "budget": as few blocks as fit into `number` bytes.
@@ -34,7 +35,9 @@ class RecomputeChoice:
 
     @classmethod
     def parse(cls, text: str) -> RecomputeChoice:
-        """Read "none", "full", "every N", "operators" or a number of bytes. Raises SpecError.
+        """Read "none", "full", "every N", "operators" or a size in bytes, such as "12 MiB".
+
+        Raises SpecError for any other text.
 
         >>> RecomputeChoice.parse("every 3"), RecomputeChoice.parse("12 MiB")
         (RecomputeChoice(kind='every', number=3), RecomputeChoice(kind='budget', number=12582912))
@@ -58,9 +61,10 @@ class RecomputeChoice:
 
 @dataclass(frozen=True)
 class RecomputeCost:
-    """Cost of a block: bytes of its inputs, bytes of everything else that backward needs, seconds.
+    """Memory of a block, and the time to recompute it.
 
-    `again_s` is the time to recompute it.
+    `input_bytes` is the size of its inputs, `inner_bytes` that of everything else that its backward
+    pass needs, `again_s` the time to recompute the block, in seconds.
     """
 
     name: str
@@ -74,12 +78,12 @@ class RecomputeCost:
 
 
 def smallest_budget(costs: Sequence[RecomputeCost]) -> int:
-    """Return the smallest possible peak in bytes: that with each block recomputed."""
+    """Return the smallest possible peak memory in bytes: the peak if every block is recomputed."""
     return peak_bytes(costs, range(len(costs)))
 
 
 def peak_bytes(costs: Sequence[RecomputeCost], again: Container[int]) -> int:
-    """Return the peak bytes of the blocks when those with an index in `again` are recomputed.
+    """Return the peak memory in bytes if the blocks with an index in `again` are recomputed.
 
     >>> blocks = [RecomputeCost("a", 1, 10, 1.0), RecomputeCost("b", 1, 10, 1.0)]
     >>> [peak_bytes(blocks, again) for again in ((), {0}, {1}, {0, 1})]
@@ -95,9 +99,10 @@ def peak_bytes(costs: Sequence[RecomputeCost], again: Container[int]) -> int:
 def choose(costs: Sequence[RecomputeCost], budget_bytes: int) -> frozenset[int]:
     """Return the indices of the blocks to recompute so that the peak is within `budget_bytes`.
 
-    The choice takes the least time. A dynamic program over the bytes held after each block keeps
-    only the faster of two choices with equal bytes. A larger budget never takes more time. Raises
-    SpecError, with the smallest possible budget, where this one cannot be met.
+    The choice takes the least recomputation time, so a larger budget never takes more time. It is
+    found by a dynamic program over the bytes stored after each block, which drops a choice if a
+    different one needs no more bytes and no more time. Raises SpecError, which names the smallest
+    possible budget, if `budget_bytes` is smaller.
 
     >>> blocks = [RecomputeCost(name, 1, 10, s) for name, s in (("a", 3.0), ("b", 1.0), ("c", 1.0))]
     >>> sorted(choose(blocks, 30))

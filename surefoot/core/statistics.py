@@ -1,6 +1,6 @@
-"""Medians, intervals, paired ratios and robust z-scores; every random draw is seeded.
+"""Statistics: means, medians, quantiles, confidence intervals and paired comparisons.
 
-All statistics of surefoot are computed here.
+Every random draw is seeded.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ Verdict = Literal["no effect", "higher", "lower", "too few"]
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A median with its 95 % interval; `neutral` is the value that means no effect.
+    """Median or mean of a sample, with its 95 % confidence interval.
 
-    There is no interval for fewer than 6 values.
+    `low` and `high` are None if there are too few values for an interval. `neutral` is the value
+    that means no effect: 1 for a ratio, 0 for a difference. `count` is the number of values.
     """
 
     estimate: float
@@ -44,9 +45,10 @@ class Interval:
 
     @property
     def verdict(self) -> Verdict:
-        """The conclusion from the interval: "no effect" if it includes the neutral value.
+        """Conclusion from the interval alone: the estimate does not matter.
 
-        The estimate does not matter.
+        "no effect" means that the interval includes the neutral value, "higher" or "lower" that it
+        is on one side of that value, and "too few" that there is no interval.
         """
         if self.low is None or self.high is None:
             return "too few"
@@ -66,13 +68,14 @@ class Interval:
 def mean(values: Sequence[float]) -> float:
     """Return the arithmetic mean.
 
-    Raises InputError for no values and for non-finite ones, as do all functions of this module.
+    As all functions of this module that take values, it raises InputError if there are none, or if
+    one of them is not finite.
     """
     return float(_check_values(values).mean())
 
 
 def standard_deviation(values: Sequence[float]) -> float | None:
-    """Return the standard deviation of the population (n - 1); None for a single value.
+    """Return the sample standard deviation (divisor n - 1); None for a single value.
 
     >>> standard_deviation([2, 4, 4, 4, 5, 5, 7, 9]), standard_deviation([1])
     (2.138089935299395, None)
@@ -82,7 +85,7 @@ def standard_deviation(values: Sequence[float]) -> float | None:
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the middle value, or the mean of the two middle ones.
+    """Return the middle value, or the mean of the two middle values.
 
     >>> median([3, 1, 2]), median([4, 1, 2, 3])
     (2.0, 2.5)
@@ -91,9 +94,10 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
-    """Return the quantiles at `shares` (0 to 1), interpolated linearly.
+    """Return the quantiles at `shares` (each from 0 to 1), interpolated linearly.
 
-    Hyndman and Fan 1996, type 7.
+    This is type 7 of Hyndman and Fan 1996, the default of numpy. Raises InputError for a share out
+    of range.
 
     >>> quantiles([1, 2, 3, 4, 5], [0, 0.5, 0.9, 1])
     [1.0, 3.0, 4.6, 5.0]
@@ -106,9 +110,9 @@ def quantiles(values: Sequence[float], shares: Sequence[float]) -> list[float]:
 
 
 def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, float]:
-    """Return the bounds of 95 % of the medians of 4,000 seeded resamples.
+    """Return the 95 % bootstrap interval of the median, as (low, high).
 
-    Efron 1979; percentile method.
+    The method is the percentile method of Efron 1979, with 4,000 seeded resamples.
 
     >>> bootstrap_median([1, 2, 3, 4, 5, 6, 7, 8, 9])
     (2.0, 8.0)
@@ -128,11 +132,13 @@ def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> tuple[float, 
 
 
 def sign_test_rank(count: int) -> int | None:
-    """Return the largest rank k whose order statistics enclose the median in 95 % of samples.
+    """Return the rank of the bounds of the sign test's 95 % interval of the median.
 
-    k counts from 0: the interval is from the k-th smallest to the k-th largest of `count` values. k
-    or fewer values are below the median as often as k or fewer of n coins show heads. None for
-    fewer than six values.
+    For rank k, counted from 0, the interval is from the k-th smallest to the k-th largest of
+    `count` values. The result is the largest k for which this interval contains the true median
+    with a probability of at least 95 %. The probability follows from coin tosses: k or fewer values
+    are below the median as often as k or fewer of `count` coins show heads. None for fewer than six
+    values, which have no such interval.
 
     >>> [sign_test_rank(count) for count in (5, 6, 9, 15)]
     [None, 0, 1, 3]
@@ -151,12 +157,12 @@ def sign_test_rank(count: int) -> int | None:
 
 
 def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int = 0) -> Interval:
-    """Return the median with a 95 % interval that has its coverage at every n.
+    """Return the median with a 95 % interval whose coverage is at least 95 % for every sample size.
 
-    It is the percentile bootstrap, widened to the exact interval of the sign test where that is
-    wider: alone, the bootstrap of a median covers 87 % at n = 7 and 93 % at n = 15. The smallest
-    and the largest of five values enclose the median only 93.75 % of the time, so fewer than six
-    values have no interval.
+    The interval is that of the percentile bootstrap, extended to the exact interval of the sign
+    test if the latter is wider. The bootstrap alone covers the true median in only 87 % of samples
+    of 7 values, and in 93 % of samples of 15 values. Fewer than six values have no interval: the
+    smallest and the largest of five values enclose the median in only 93.75 % of samples.
 
     >>> print(median_interval([0.97, 0.99, 0.98, 0.96, 0.97, 0.98, 0.99, 0.97], neutral=1.0))
     0.975 (0.96 to 0.99, n = 8)
@@ -174,11 +180,11 @@ def median_interval(values: Sequence[float], *, neutral: float = 0.0, seed: int 
 def paired_ratio(
     candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0
 ) -> Interval:
-    """Return the median of candidate / baseline over pairs measured side by side.
+    """Return the median of candidate / baseline over pairs, with its 95 % interval.
 
-    1 is no effect; below 1 the candidate is smaller. Pairing removes what both variants share, such
-    as a machine that slows down. Raises InputError for unequal lengths, or for values that are not
-    above 0.
+    The two values of a pair are measured side by side, so that an effect on both, such as a
+    computer that slows down, cancels out. A ratio of 1 means no effect; below 1 the candidate is
+    smaller. Raises InputError for unequal lengths, or for values that are not above 0.
 
     >>> paired_ratio([5, 10, 20, 40, 5, 10], [10, 20, 40, 80, 10, 20]).estimate
     0.5
@@ -194,9 +200,10 @@ def paired_ratio(
 def paired_difference(
     candidate: Sequence[float], baseline: Sequence[float], *, seed: int = 0
 ) -> Interval:
-    """Return the median of candidate - baseline over pairs; 0 is no effect.
+    """Return the median of candidate - baseline over pairs, with its 95 % interval.
 
-    A pair is, for example, the scores of both with the same seed.
+    The two values of a pair are, for example, the scores of both variants with the same seed. A
+    difference of 0 means no effect. Raises InputError for unequal lengths.
 
     >>> paired_difference([3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6]).verdict
     'higher'
@@ -207,14 +214,17 @@ def paired_difference(
 
 @functools.cache
 def looks(most: int) -> dict[int, int]:
-    """Return when a trial of at most `most` pairs is tested, and the rank of its interval then.
+    """Return {number of pairs: rank of the interval} for each test of a trial.
 
-    The result holds whenever the trial stops. After n pairs the verdict is "lower" when at most k
-    of the n ratios are above 1. Without an effect each ratio is above 1 as often as a coin shows
-    heads, so the probability of that verdict at any test is computed exactly over all sequences of
-    coins; each k is the largest that keeps it, on each side, within 1.5 %. (A group-sequential sign
-    test (Pocock 1977); a fixed interval that is read repeatedly until it shows an effect is
-    wrong far more often than its level.)
+    The trial has at most `most` pairs. It is tested after these numbers of pairs, and may stop at
+    each test. After n pairs with rank k, the verdict is "lower" if at most k of the n ratios are
+    above 1; "higher" is symmetric. Without an effect, each ratio is above 1 with a probability of
+    1/2, so the probability of a wrong verdict is computed exactly, over all sequences of coin
+    tosses. Each k is the largest for which the probability of a wrong verdict, at any of the tests
+    so far, is at most 1.5 % per side.
+
+    This is a group-sequential sign test (Pocock 1977). A fixed interval that is tested repeatedly
+    until it shows an effect is wrong far more often than its level.
 
     >>> looks(15), looks(6)
     ({7: 0, 11: 1, 15: 2}, {})
@@ -246,10 +256,11 @@ def looks(most: int) -> dict[int, int]:
 def sequential_ratio(
     candidate: Sequence[float], baseline: Sequence[float], *, most: int
 ) -> Interval:
-    """Return the median of candidate / baseline with an interval valid at every test of a trial.
+    """Return the median of candidate / baseline, with an interval for a trial that may stop early.
 
-    The trial has at most `most` pairs. The interval has bounds only after the numbers of pairs in
-    `looks(most)`.
+    The trial has at most `most` pairs. The bounds of the interval are None unless the number of
+    pairs is one after which the trial is tested, as `looks(most)` returns them. Raises InputError
+    for unequal lengths, or for values that are not above 0.
 
     >>> print(sequential_ratio([8, 8, 9, 8, 7, 8, 8], [10] * 7, most=15))
     0.8 (0.7 to 0.9, n = 7)
@@ -286,7 +297,7 @@ def student_quantile(freedom: int) -> float:
 
 
 def _student_probability(t: float, freedom: int) -> float:
-    """Return the share of Student's distribution between -t and t."""
+    """Return the probability of values between -t and t under Student's t distribution."""
     angle = math.atan(t / math.sqrt(freedom))
     term, total = (math.cos(angle), 0.0) if freedom % 2 else (1.0, 0.0)
     for k in range(1 if freedom % 2 == 0 else 2, freedom, 2):
@@ -302,8 +313,9 @@ def mean_difference(
 ) -> Interval:
     """Return the mean of candidate - baseline, with its 95 % interval by Student's t.
 
-    0 is no effect. For few runs whose scores have similar variance. Unpaired by Welch 1947, with
-    the degrees of freedom rounded down. One value on a side has no interval.
+    It is meant for few runs whose scores have similar variance; 0 means no effect. With `paired`,
+    the values with the same index form a pair. Otherwise the interval is Welch's (1947), with the
+    degrees of freedom rounded down. If one side has only one value, there is no interval.
 
     >>> print(mean_difference([3, 4, 5], [1, 2, 3]))
     2 (-0.267 to 4.267, n = 3)

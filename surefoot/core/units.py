@@ -63,11 +63,12 @@ _HINT = (
 
 @dataclass(frozen=True)
 class Duration:
-    """A duration or interval: a number with its unit.
+    """Duration or interval: a number with its unit.
 
-    It is a finite number >= 0 of steps, epochs, samples, tokens or seconds, or a share of the run
-    in percent. Steps, samples and tokens are integers. Equal durations are equal and print alike.
-    Raises SpecError for anything else.
+    The number is finite and at least 0. The unit is steps, epochs, samples, tokens, seconds, or
+    percent of the run. Steps, samples and tokens are integers. Durations of the same length and
+    unit compare equal and print alike, however they were written. Raises SpecError for any other
+    number or unit.
 
     >>> Duration.parse("20 M tokens")
     Duration(value=20000000, unit='tokens')
@@ -111,7 +112,8 @@ class Duration:
     def parse(cls, text: str) -> Self:
         """Read `number [k|M|B|T] unit`, such as "5_000 steps", "0.5 epoch", "20M tokens", "10 min".
 
-        Raises SpecError for a bare number, a negative or non-finite one, and anything else.
+        Raises SpecError for a number without a unit, a negative or non-finite number, and any other
+        text.
         """
         match = _match(_DURATION, text)
         if match is None:
@@ -145,9 +147,9 @@ class Duration:
     ) -> int:
         """Return the duration in optimizer steps, rounded up: at least 1 unless the duration is 0.
 
-        `samples_per_step` is the batch over all microbatches and ranks. Raises SpecError for a
-        time, for tokens if `tokens_per_step` is unknown, and for a share if `total_steps` is
-        unknown.
+        `samples_per_step` is the global batch size: the samples of all microbatches and ranks.
+        Raises SpecError for a time, for tokens if `tokens_per_step` is unknown, and for a
+        percentage if `total_steps` is unknown.
 
         >>> [Duration.parse(text).to_steps(100, 32, None) for text in ("0.07 epochs", "33 samples")]
         [7, 2]
@@ -183,7 +185,9 @@ class Duration:
 
 
 def parse_count(text: str) -> int:
-    """Return the integer in a text such as "70B", "1.3 M" or "4_000". Raises SpecError.
+    """Return the integer in a text such as "70B", "1.3 M" or "4_000".
+
+    Raises SpecError for any other text.
 
     >>> parse_count("70B"), parse_count("1.3 M")
     (70000000000, 1300000)
@@ -198,9 +202,10 @@ def parse_count(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes in a text such as "1.5 GiB" (1024) or "80 GB" (1000), rounded down.
+    """Return the number of bytes in a text such as "1.5 GiB" or "80 GB", rounded down.
 
-    Raises SpecError for a number without a unit and for anything else.
+    GiB is based on 1024, GB on 1000. Raises SpecError for a number without a unit, and for any
+    other text.
 
     >>> parse_bytes("1.5 GiB") == 3 * 2**29, parse_bytes("80 GB")
     (True, 80000000000)
@@ -215,7 +220,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(value: float | None) -> str:
-    """Format bytes in powers of 1024.
+    """Format a number of bytes, with units that are powers of 1024.
 
     >>> format_bytes(1.5 * 2**30), format_bytes(None)
     ('1.5 GiB', 'n/a')
@@ -226,7 +231,7 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """Format a count in powers of 1000.
+    """Format a count, with prefixes that are powers of 1000.
 
     >>> format_count(2.1e9), format_count(1797), format_count(10)
     ('2.1 B', '1.8 k', '10')
@@ -235,7 +240,7 @@ def format_count(value: float | None) -> str:
 
 
 def format_flops(value: float | None) -> str:
-    """Format a number of floating-point operations in powers of 1000.
+    """Format a number of floating-point operations, with prefixes that are powers of 1000.
 
     >>> format_flops(8.858e9), format_flops(328e3)
     ('8.86 GFLOP', '328 kFLOP')
@@ -254,7 +259,7 @@ def format_flops(value: float | None) -> str:
 
 
 def format_seconds(value: float | None) -> str:
-    """Format seconds in a unit of suitable size.
+    """Format a time, given in seconds, in a unit that suits its size.
 
     >>> [format_seconds(value) for value in (2e-6, 0.04, 59.999, 5400)]
     ['2 us', '40 ms', '1 min', '1.5 h']
@@ -265,7 +270,7 @@ def format_seconds(value: float | None) -> str:
 
 
 def format_rate(value: float | None, what: str) -> str:
-    """Format `what` per second.
+    """Format a rate; `value` is the number of `what` per second.
 
     >>> format_rate(12_340, "samples")
     '12.3 k samples/s'
@@ -274,7 +279,9 @@ def format_rate(value: float | None, what: str) -> str:
 
 
 def format_throughput(samples_per_s: float | None, items_per_s: float | None, unit: str) -> str:
-    """Format samples per second, and items of the loss per second if these are not samples.
+    """Format samples per second, followed by items per second unless the items are samples.
+
+    `unit` is the name of the items over which the loss is averaged, such as "tokens".
 
     >>> format_throughput(1_280, 163_840, "tokens"), format_throughput(1_280, 1_280, "samples")
     ('1.28 k samples/s, 164 k tokens/s', '1.28 k samples/s')
@@ -294,9 +301,9 @@ def format_bits_per_s(bytes_per_s: float | None) -> str:
 
 
 def format_percent(value: float | None) -> str:
-    """Format a share of 1 in percent with four significant digits.
+    """Format a fraction as a percentage with four significant digits: 1 is 100 %.
 
-    Less than 1 is never rounded up to 100 %.
+    A fraction below 1 is never shown as 100 %.
 
     >>> format_percent(0.994), format_percent(0.999999), format_percent(1)
     ('99.4 %', '99.99 %', '100 %')
@@ -309,8 +316,8 @@ def format_percent(value: float | None) -> str:
 def format_number(value: float | None) -> str:
     """Format a number with four significant digits.
 
-    From 1,000 on it is rounded to an integer; from a million on, and below 1e-4, it has an
-    exponent.
+    Numbers from 1,000 on are rounded to integers. Numbers from a million on, and below 1e-4, have
+    an exponent.
 
     >>> values = (164.23, 0.0006, 60_000, 1.5e7, 3e-5, float("nan"), None)
     >>> [format_number(value) for value in values]
@@ -322,7 +329,7 @@ def format_number(value: float | None) -> str:
 
 
 def name_some(names: Sequence[str], most: int) -> str:
-    """Return the first `most` of the names, and how many more there are.
+    """Return a text with the first `most` of the names and the number of the remaining ones.
 
     >>> name_some(["a", "b", "c"], 2), name_some(["a", "b"], 2)
     ('a, b and 1 more', 'a, b')
@@ -333,7 +340,10 @@ def name_some(names: Sequence[str], most: int) -> str:
 
 
 def _format_scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> str:
-    """Format `value` in the largest unit in which it rounds to at least 1: 1023.9 MiB is 1 GiB."""
+    """Format `value` in the largest unit in which it rounds to at least 1: 1023.9 MiB is 1 GiB.
+
+    `ladder` lists the units in ascending order, each as (size, name).
+    """
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -346,15 +356,15 @@ def _format_scaled(value: float | None, ladder: Sequence[tuple[float, str]]) -> 
 
 
 def _short(value: float) -> str:
-    """Format a number with three significant digits, without an exponent from 100 on."""
+    """Format a number below 100 with three significant digits, a larger one as an integer."""
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
 def _match(pattern: re.Pattern[str], text: object) -> re.Match[str] | None:
-    """Return the match of `pattern` with a text, or None for one that is too long.
+    """Return the match of `pattern` with the whole text; None if it does not match or is too long.
 
-    A number without quotes in TOML arrives as an int, whatever the annotation says: it is refused
-    like its text.
+    A number without quotes in TOML is an int, although the callers' annotations say str. It is
+    handled like its text.
     """
     written = str(text).strip()
     return pattern.fullmatch(written) if len(written) <= _LONGEST else None

@@ -1,9 +1,9 @@
 """SHA-256 of many buffers at once with SIMD, for processors without SHA-256 instructions.
 
-It is up to seven times as fast as hashlib there. `sha256.c` is compiled when the package is built,
-if a C compiler is available (hatch_build.py). Without it, or on a processor where it is not faster,
-`num_lanes()` is 0 and hashlib is used. The digests are the same: the first ones are compared with
-those of hashlib.
+On such processors, it is up to seven times as fast as hashlib. `sha256.c` is compiled when the
+package is built, if a C compiler is available (hatch_build.py). If it was not compiled, or if it is
+not faster on this processor, `num_lanes()` is 0 and hashlib is used. Before the first use, some
+digests are compared with those of hashlib.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ INITIAL = (
 
 
 class Lanes:
-    """SHA-256 of several messages at once, each given in parts.
+    """SHA-256 hashes of `num` messages at once; the data of each message is added in parts.
 
-    Raises InputError for more messages than this processor hashes at once.
+    Raises InputError if this processor cannot hash `num` messages at once.
     """
 
     def __init__(self, num: int) -> None:
@@ -52,9 +52,9 @@ class Lanes:
         self._rests = [b""] * num
 
     def update(self, parts: Sequence[memoryview]) -> None:
-        """Add the next part of each message, which may be empty.
+        """Add the next part of each message; a part may be empty.
 
-        A part is copied if the part before it did not end with a whole block of 64 bytes.
+        A part is copied if the data of its message before it is not a multiple of 64 bytes long.
         """
         joined = [
             memoryview(bytearray(rest) + part) if rest else part
@@ -67,7 +67,10 @@ class Lanes:
         self._run(joined)
 
     def digests(self) -> list[bytes]:
-        """Return the digest of each message; call it once, after all parts."""
+        """Return the digest of each message.
+
+        Call this method only once, after all parts were added.
+        """
         ends = [
             _padding(rest, count) for rest, count in zip(self._rests, self._num_bytes, strict=True)
         ]
@@ -86,19 +89,20 @@ class Lanes:
 
 @cache
 def num_lanes() -> int:
-    """Return the number of messages hashed at once on this processor; 0 to use hashlib.
+    """Return the number of messages that are hashed at once on this processor.
 
-    That is the case where hashlib is as fast, or the library was not built.
+    It is 0 if hashlib should be used, because hashlib is as fast or the library was not built.
     """
     width = _open()[1]
     return width if width and _agree(width) else 0
 
 
 def group_by_size(sizes: Sequence[int]) -> list[list[int]]:
-    """Group buffers of similar sizes to hash at once, as lists of indices into `sizes`.
+    """Return groups of buffers with similar sizes to hash at once, as indices into `sizes`.
 
-    Buffers in groups of one are hashed faster by hashlib. A group takes as long as its longest
-    buffer, so a few large buffers beside small ones would leave most lanes idle.
+    A group takes as long as its largest buffer. A few large buffers together with small ones would
+    therefore leave most lanes idle. A buffer that is alone in its group is hashed faster by
+    hashlib.
     """
     width = num_lanes()
     order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
@@ -114,18 +118,21 @@ def group_by_size(sizes: Sequence[int]) -> list[list[int]]:
 
 @cache
 def _open() -> tuple[ctypes.CDLL | None, int]:
-    """Return the library, and the number of messages that it hashes at once."""
+    """Return the compiled library, and the number of messages that it hashes at once.
+
+    Return None and 0 if there is no usable library.
+    """
     try:
         library = ctypes.CDLL(str(LIBRARY))
         width, _ = library.num_lanes(), library.update
     except (OSError, InputError, AttributeError):
-        # not built; another library; or a process that reads untrusted data
+        # not built; a different library; or a process that reads untrusted data
         return None, 0
     return (library, width) if 0 <= width <= MAX_LANES else (None, 0)
 
 
 def _agree(width: int) -> bool:
-    """Return whether all lanes agree with hashlib.
+    """Return whether all lanes compute the same digests as hashlib.
 
     A library that was built incorrectly, or for a different machine, is not used.
     """
@@ -136,9 +143,10 @@ def _agree(width: int) -> bool:
 
 
 def _padding(rest: bytes, num_bytes: int) -> bytearray:
-    """Return the end of a message (FIPS 180-4, 5.1.1): a 1 bit, zeros, and its length in bits.
+    """Return the last bytes `rest` of a message, followed by its padding (FIPS 180-4, 5.1.1).
 
-    Together with `rest` it fills whole blocks.
+    The padding is a 1 bit, zeros, and the length of the message in bits. The result consists of
+    complete blocks of 64 bytes.
     """
     zeros = -(len(rest) + 1 + 8) % BLOCK_BYTES
     return bytearray(rest + b"\x80" + bytes(zeros) + (8 * num_bytes).to_bytes(8, "big"))

@@ -134,9 +134,9 @@ class Cifar10:
         )
 
     def augment(self, batch: tuple[Tensor, Tensor], keys: Keys) -> tuple[Tensor, Tensor]:
-        """Shift each image by a random offset; mirror half of the images.
+        """Shift each image by a random offset, and mirror half of the images.
 
-        The other half is mirrored in the next epoch.
+        The images that are not mirrored in one epoch are mirrored in the next epoch.
         """
         images, labels = batch
         if self.translate:
@@ -145,15 +145,15 @@ class Cifar10:
                 keys.integers(0, 2 * self.translate + 1, 2),
                 self.translate,
             )
-        # alternating flip (Jordan 2024): drawn once a sample, then exchanged each epoch: two epochs
-        # see both sides of all
+        # alternating flip (Jordan 2024): drawn once for each sample, then alternated, so that two
+        # epochs have both orientations of every image
         first = dataclasses.replace(keys, epoch=0).integers(0, 2, stream=1)[:, 0]
         return mirror(images, (first + keys.epoch) % 2 == 1), labels
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return class scores (B, 10), in evaluation averaged over the views.
+        """Return class scores (B, 10); in evaluation, they are averaged over several views.
 
-        The shifted views together have half the weight.
+        The shifted views together have half of the weight.
         """
         images = batch[0]
         if model.training or self.views == 1:
@@ -167,7 +167,10 @@ class Cifar10:
         return torch.lerp(here, shifted, 0.5)
 
     def loss(self, output: Tensor, batch: tuple[Tensor, Tensor]) -> Loss:
-        """Return the cross-entropy with label smoothing, in evaluation too; its minimum is > 0."""
+        """Return the cross-entropy with label smoothing, which is also used in evaluation.
+
+        Because of the smoothing, its minimum is above 0.
+        """
         total = F.cross_entropy(
             output.float(), batch[1], label_smoothing=self.smoothing, reduction="sum"
         )
@@ -190,7 +193,10 @@ def _mean_scores(model: nn.Module, *views: Tensor) -> Tensor:
 
 
 def find_whitening_filters(images_BCHW: Tensor) -> Tensor:
-    """Return filters (12, 3, 2, 2) that whiten 2 x 2 patches: their scaled principal axes."""
+    """Return filters (12, 3, 2, 2) that whiten 2 x 2 patches of the images.
+
+    The filters are the principal axes of the patches, divided by the standard deviations.
+    """
     patches_PN = (
         images_BCHW.unfold(2, 2, 1).unfold(3, 2, 1).permute(0, 2, 3, 1, 4, 5).reshape(-1, 12)
     )
@@ -238,7 +244,10 @@ class Whiten(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Convolution of 3 x 3 with pooling, then a residual pair; starts near the identity (dirac)."""
+    """A 3 x 3 convolution with max pooling, then two convolutions with a residual connection.
+
+    The weights are initialized with `nn.init.dirac_`, so that the block starts near the identity.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()

@@ -111,7 +111,7 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
     """Return pixels (N, 64), 0 to 16, and labels (N,), 0 to 9, of scikit-learn's `load_digits`.
 
     They are read from scikit-learn's file if it is at its usual path: importing scikit-learn takes
-    a second of CPU time, the file a tenth.
+    a second of CPU time, reading the file takes a tenth of a second.
     """
     found = importlib.util.find_spec("sklearn")
     if found is not None and found.origin is not None:
@@ -126,7 +126,10 @@ def _read() -> tuple[np.ndarray, np.ndarray]:
 
 
 def _move(images: Tensor, moves: Tensor) -> Tensor:
-    """Return images (B, 1, 8, 8) moved up and left by `moves` (B, 2) pixels, interpolated."""
+    """Return images (B, 1, 8, 8) moved up and left by `moves` (B, 2) pixels.
+
+    Pixels are interpolated linearly.
+    """
     along = torch.arange(SIZE, device=images.device, dtype=images.dtype)
     # (B, 2, 8, 8): distance of pixel j from the source of pixel i
     apart = along[:, None] + moves[:, :, None, None] - along

@@ -94,7 +94,10 @@ class PyCorpus:
         )
 
     def data(self, split: str) -> Files:
-        """Return the files of `train` or `heldout`: about every tenth, by a hash of its name."""
+        """Return the files of the split "train" or "heldout".
+
+        About every tenth file is in "heldout", selected by a hash of its name.
+        """
         if split not in ("train", "heldout"):
             raise DataError(f"pycorpus has no split {split!r}", hint='use "train" or "heldout"')
         if split not in self._sources:
@@ -120,9 +123,10 @@ class PyCorpus:
 
 
 class Files:
-    """Bytes of the files `names` below `folder`, as windows of `length` bytes, or `packed`.
+    """Data source with the bytes of the files `names` in `folder`.
 
-    The digest covers names, bytes and the Python version.
+    A sample is a window of `length` bytes; with `packed`, it is a row of whole files. The digest
+    covers the names and bytes of the files, and the Python version.
     """
 
     guarantee: Guarantee = "proven"
@@ -165,9 +169,10 @@ class Files:
 
 
 def find_files(folder: Path) -> list[str]:
-    """Return the source files below `folder`, as sorted POSIX names.
+    """Return the names of the Python source files in `folder` and its subfolders, sorted.
 
-    Tests, installed packages and the record of the build are left out.
+    The names are POSIX paths relative to `folder`. Tests, installed packages, and the file that
+    records how Python was built are left out.
     """
     if not folder.is_dir():
         raise DataError(
@@ -183,7 +188,10 @@ def find_files(folder: Path) -> list[str]:
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a file is kept for evaluation, by its name alone, in any Python version."""
+    """Return whether a file is used for evaluation only.
+
+    This depends on the name of the file alone, so that it is the same in any Python version.
+    """
     return hashlib.sha256(name.encode()).digest()[0] < 256 * HELD_OUT_SHARE
 
 

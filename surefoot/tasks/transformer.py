@@ -1,8 +1,9 @@
 """Decoder-only transformer of the two text tasks.
 
-Rotary positions (Su et al., 2021), RMSNorm before each part and on queries and keys (Dehghani et
-al., 2023), squared ReLU (So et al., "Primer", 2021), blocks initialized as the identity, one matrix
-for embedding and head (Press and Wolf, 2017).
+It has rotary positions (Su et al., 2021), RMSNorm before attention and before the feed-forward
+layers, RMSNorm on queries and keys (Dehghani et al., 2023), squared ReLU (So et al., "Primer",
+2021), blocks that are initialized as the identity, and one matrix for embedding and head (Press and
+Wolf, 2017).
 """
 
 # B batch, T tokens, D model, N heads, H per head, V vocabulary, R rows (B * T)
@@ -20,12 +21,12 @@ from surefoot.components.memory.chunked import linear_cross_entropy
 
 ROTARY_BASE = 10_000.0
 EMBEDDING_STD = 0.02
-IGNORED = -100  # the target that is none
+IGNORED = -100  # a target with this value is ignored
 CHUNK_ELEMENTS = 1 << 20  # of the logits at a time: 4 MiB in fp32 stay in a core's cache
 
 
 class HiddenAndHead(NamedTuple):
-    """Input of the head and the head's weights, for a chunked loss without whole logits."""
+    """Input and weights of the output layer, for a loss that never computes all logits at once."""
 
     hidden_BTD: Tensor
     weight_VD: Tensor
@@ -34,9 +35,9 @@ class HiddenAndHead(NamedTuple):
 class Transformer(nn.Module):
     """Decoder-only transformer from token ids (B, T) to logits of the next token (B, T, V).
 
-    T is at most `length`. With `chunked_loss` it returns Unprojected in training. With the
-    `positions` and `documents` (B, T) of packed rows a token attends only to its own document.
-    Raises ValueError for sizes that do not fit each other.
+    T is at most `length`. With `chunked_loss`, it returns HiddenAndHead in training. With the
+    `positions` and `documents` (B, T) of packed rows, a token attends only to its own document.
+    Raises ValueError if the sizes do not fit together.
     """
 
     def __init__(
@@ -87,7 +88,10 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a feed-forward part of four times the width, each added to its input."""
+    """Transformer block: attention, then feed-forward layers of four times the width.
+
+    The output of each of these two parts is added to its input.
+    """
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -131,12 +135,15 @@ class Block(nn.Module):
 
 
 def _norm(size: int) -> nn.RMSNorm:
-    """Return a norm without weights, which has nothing to train and takes any dtype."""
+    """Return a norm without weights, which has nothing to train and accepts any dtype."""
     return nn.RMSNorm(size, elementwise_affine=False)
 
 
 def _rotary(length: int, per_head: int) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines (T, H) of position * frequency; H holds the frequencies twice."""
+    """Return the cosines and sines (T, H) of position * frequency.
+
+    H has each frequency twice.
+    """
     frequencies = ROTARY_BASE ** -(torch.arange(0, per_head, 2) / per_head)
     angles = torch.outer(torch.arange(length), frequencies).repeat(1, 2)
     return angles.cos(), angles.sin()
@@ -148,11 +155,11 @@ def _rotate(x_BNTH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
 
 
 def nats(output: Tensor | HiddenAndHead, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the negative log-likelihood in nats, and the number of targets not -100.
+    """Return the negative log-likelihood in nats, and the number of targets that are not -100.
 
-    The sum is in fp32 or better. Same as `cross_entropy(logits.float(), targets, reduction="sum")`,
-    but for a few rows at a time: with 33,278 words the fp32 copies of all logits cost more than the
-    rest of a step.
+    The negative log-likelihood is summed over these targets, in fp32 or better. It equals
+    `cross_entropy(logits.float(), targets, reduction="sum")`, but is computed for a few rows at a
+    time: with 33,278 words, the fp32 copies of all logits would cost more than the rest of a step.
     """
     if isinstance(output, HiddenAndHead):
         return linear_cross_entropy(

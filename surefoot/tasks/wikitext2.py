@@ -1,7 +1,8 @@
 """WikiText-2: next-word prediction on Wikipedia articles with a small decoder-only transformer.
 
-S. Merity et al., "Pointer Sentinel Mixture Models", 2016. Word level, with the 33,278-word
-vocabulary of its training split; 2,088,628 / 217,646 / 245,569 tokens, line ends counted.
+S. Merity et al., "Pointer Sentinel Mixture Models", 2016. A token is a word; the vocabulary has the
+33,278 words of the training split. The splits train, valid and test have 2,088,628, 217,646 and
+245,569 tokens, including one for each line end.
 """
 
 # B batch, T tokens, V vocabulary
@@ -76,7 +77,11 @@ class WikiText2:
         return self._sources[split]
 
     def words(self) -> dict[str, int]:
-        """Return word -> id, by frequency in the training split, then alphabetically."""
+        """Return the vocabulary: a mapping of words to ids.
+
+        The most frequent word of the training split has id 0. Words with equal frequency are sorted
+        alphabetically.
+        """
         if not self._words:
             counts = Counter(_read(self.folder, "train"))
             ranked = sorted(counts, key=lambda word: (-counts[word], word))
@@ -95,7 +100,7 @@ class WikiText2:
 
 
 def _read(folder: str | None, split: str) -> list[str]:
-    """Return the words of a split in order, each line followed by `<eos>`."""
+    """Return the words of a split in order, with `<eos>` after each line."""
     if split not in SPLITS:
         raise DataError(f"wikitext2 has no split {split!r}", hint=f"use one of {', '.join(SPLITS)}")
     path = _find(folder) / SPLITS[split]
@@ -136,7 +141,11 @@ def _find(folder: str | None) -> Path:
 
 
 def _ids(tokens: list[str], words: dict[str, int], name: str) -> np.ndarray:
-    """Return each token's id as int32; a word not in the training split becomes `<unk>`."""
+    """Return the id of each token as int32.
+
+    A word that is not in the training split gets the id of `<unk>`. Raises DataError if there is no
+    such id.
+    """
     unknown = words.get(UNKNOWN, -1)
     ids = np.fromiter(
         (words.get(token, unknown) for token in tokens), dtype=np.int32, count=len(tokens)

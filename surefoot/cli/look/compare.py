@@ -1,4 +1,4 @@
-"""`surefoot compare`."""
+"""Command `surefoot compare`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot ledger`."""
+"""Command `surefoot ledger`."""
 
 from __future__ import annotations
 
@@ -81,13 +81,13 @@ def ledger(
 
 
 def _tell_uses(sample: int | None, uses: Sequence[tuple[int, int]]) -> None:
-    """Print the step and the epoch of each use of a sample."""
+    """Print the training steps, with their epochs, that consumed a sample."""
     words = ", ".join(f"step {step:,} (epoch {epoch:,})" for step, epoch in uses)
     print(f"sample {sample:,}: {words or 'not yet'}")
 
 
 def _check_any(run: Path, count: int) -> None:
-    """Raise RunFolderError for a ledger without rows, which allows no verdict."""
+    """Raise RunFolderError if `count`, the number of steps or batches in the ledger, is 0."""
 
     if not count:
         raise RunFolderError(
@@ -100,7 +100,10 @@ def _check_any(run: Path, count: int) -> None:
 
 
 def _tell_unjudged(run: Path, last: int) -> None:
-    """Warn of steps that the log records and the ledger does not: the verdict excludes them."""
+    """Warn if the event log has steps after `last`, the last step in the ledger.
+
+    The ledger check does not cover these steps.
+    """
     from surefoot.contract import events
 
     if not (run / events.FILE).is_file():
@@ -170,9 +173,10 @@ def _tell_faults(faults: Sequence[LedgerFault]) -> None:
 
 
 def _print_loop_ledger(run: Path, sample: int | None, *, json: bool) -> int:
-    """Print what a loop with `surefoot.attach` consumed; return the exit code.
+    """Check and print the samples that a user-written loop with `surefoot.attach` consumed.
 
-    Such a loop has no plan: its ledger records the samples themselves.
+    Such a loop has no planned sample order, so its ledger records the samples themselves. Return
+    the exit code, which is 1 if the check fails.
     """
     from surefoot.contract import loop_ledger
 

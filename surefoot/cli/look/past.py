@@ -1,6 +1,6 @@
-"""A run folder read as one value, `Past`, for every verb that inspects runs.
+"""Reading of a run folder into a `Past` object, for all commands that inspect runs.
 
-Nothing is written, and neither torch nor NumPy is imported.
+Reading writes nothing, and imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,12 @@ UNREADABLE = "unreadable"
 
 @dataclass(frozen=True, kw_only=True)
 class Past:
-    """A run: the newest record of each step, and the end of its newest attempt, if recorded."""
+    """Records of a run, read from its folder.
+
+    If a step was repeated after a restart, only its newest record is included. `ended` is None if
+    the newest attempt (start or resume) recorded no end. `began_s` and `last_s` are the Unix times
+    of the first start and of the last record.
+    """
 
     folder: Path
     started: Started
@@ -67,15 +72,16 @@ class Past:
 
     @property
     def state(self) -> str:
-        """State of the run: "finished", "stopped", "failed" or "interrupted" by its recorded end.
+        """State of the run, such as "finished" or "running".
 
-        Otherwise "running", "stuck", "dead" or "unknown".
+        If the newest attempt recorded its end, the state is "finished", "stopped", "failed" or
+        "interrupted"; otherwise it is "running", "stuck", "dead" or "unknown".
         """
         return self.health.state
 
     @property
     def cause(self) -> str | None:
-        """Cause of the end of the newest attempt, in words; None if nothing recorded its end."""
+        """Description of why the newest attempt (start or resume) ended; None if unknown."""
         return self.ended.cause if self.ended is not None else self.health.cause or None
 
     @property
@@ -85,27 +91,33 @@ class Past:
 
     @property
     def elapsed_s(self) -> float | None:
-        """Seconds of the newest attempt, to its end or last record; None if the clock went back."""
+        """Duration of the newest attempt in seconds, until its end or its last record.
+
+        None if the system clock was set back during the attempt.
+        """
         return (
             self.ended.elapsed_s if self.ended is not None else self.goodput.attempts[-1].elapsed_s
         )
 
     @property
     def scored(self) -> list[Evaluated]:
-        """Evaluations of the split that decides the score, `evaluate.split`."""
+        """Evaluations on the split `evaluate.split`, which decide the score of the run."""
         stated = self.started.spec.get("evaluate")
         split = stated.get("split", "test") if isinstance(stated, Mapping) else "test"
         return [each for each in self.evaluations if each.split == split]
 
     @property
     def use(self) -> str | None:
-        """The value of `task.use`; None for a task that was built in a script."""
+        """Value of `task.use` in the spec; None for a task that was created in a Python script."""
         stated = self.started.spec.get("task")
         return stated.get("use") if isinstance(stated, Mapping) else None
 
     @property
     def has_spec(self) -> bool:
-        """Return True if the folder has a spec.toml, which that of an attached loop has not."""
+        """Return whether the run folder has a spec.toml.
+
+        The folder of a user-written loop with `surefoot.attach` has none.
+        """
         return (self.folder / "spec.toml").is_file()
 
     @property
@@ -118,12 +130,15 @@ class Past:
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples per second of training, evaluations excluded."""
+        """Training throughput in samples per second; the time of evaluations is excluded."""
         return self._per_training_second(sum(each.num_samples for each in self.steps))
 
     @property
     def items_per_s(self) -> float | None:
-        """Items that the losses count, per second of training."""
+        """Training throughput in items per second; the time of evaluations is excluded.
+
+        Items are what the loss is averaged over, such as samples or tokens.
+        """
         return self._per_training_second(sum(each.num_items for each in self.steps))
 
     def _per_training_second(self, count: float) -> float | None:
@@ -132,7 +147,10 @@ class Past:
 
     @property
     def throughput(self) -> str:
-        """Samples per second, and items per second where items are not samples, as text."""
+        """Training throughput as text, in samples per second.
+
+        The items per second are added if items are not samples, but tokens for example.
+        """
         return format_throughput(self.samples_per_s, self.items_per_s, self.started.unit)
 
     @property
@@ -146,7 +164,10 @@ class Past:
 
     @property
     def device_memory(self) -> Mapping[str, Any] | None:
-        """GPU memory at the last record, with the peak over all records; None without a record."""
+        """GPU memory statistics of the last record that has them; None if no record has any.
+
+        `peak_bytes` is the maximum over all records.
+        """
         found = [each.device_memory for each in self.steps if each.device_memory]
         peaks = [
             peak for each in found if (peak := finite_or_none(each.get("peak_bytes"))) is not None
@@ -154,29 +175,35 @@ class Past:
         return {**found[-1], "peak_bytes": max(peaks, default=None)} if found else None
 
     def loss_at(self, step: int) -> float | None:
-        """Return the mean training loss of the record that ends at `step`, or None."""
+        """Return the mean training loss in the record of `step`; None if there is no such record.
+
+        The mean covers the steps since the previous record.
+        """
         return next((number(each.loss) for each in self.steps if each.step == step), None)
 
     def utilization(self) -> Utilization | None:
-        """Return what `surefoot roofline` counted for a step of this run, or None."""
+        """Return the FLOPs and the peak that `surefoot roofline` found for this run, or None."""
         try:
             return read_utilization(files.read_text(self.folder, FILE))
         except (OSError, UnicodeDecodeError):
             return None
 
     def weights(self) -> list[int]:
-        """Return the steps whose weights are on disk."""
+        """Return the steps that have a checkpoint in the run folder."""
         return manifest.steps(self.folder)
 
     def parent(self) -> Mapping[str, Any] | None:
-        """Return what a fork started from, as its newest readable checkpoint says, or None."""
+        """Return the run and the step from which this run was forked; None if it is not a fork.
+
+        They are read from the newest checkpoint with a readable manifest.
+        """
         for step in reversed(self.weights()):
             with contextlib.suppress(RunFolderError):
                 return manifest.read(manifest.step_folder(self.folder, step)).parent
         return None
 
     def as_row(self) -> dict[str, Any]:
-        """Return the fields that every inspecting verb prints of a run with `--json`."""
+        """Return the fields of the run that every inspecting command prints with `--json`."""
         last, best = self.last, self.best
         return {
             "run": str(self.folder),
@@ -197,10 +224,16 @@ class Past:
 
 
 def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
-    """Read the run in `folder`; `stuck_after_s` is passed to `find_health`.
+    """Read the run in `folder`.
 
-    Raises RunFolderError for a folder that is not a run, whose events are damaged, or whose log has
-    no record of a start.
+    Args:
+        folder: run folder.
+        stuck_after_s: seconds without a new record after which a running run counts as stuck; by
+            default derived from the run's records (see `find_health`).
+
+    Raises:
+        RunFolderError: if the folder is not a run, its events are damaged, or its event log has no
+            record of a start.
     """
     owner = runlock.find_owner(folder)
     every, damaged = read_records(folder)
@@ -239,10 +272,14 @@ def read(folder: Path, *, stuck_after_s: float | None = None) -> Past:
 
 
 def read_records(folder: Path) -> tuple[list[Event], list[str]]:
-    """Return all records of a run, and a line for each damaged record, also printed as a warning.
+    """Return all event records of a run, and a message for each damaged record.
 
-    The end of an attempt that lost a rank has the error of that rank as its cause, if the rank or
-    the supervisor recorded it. Raises RunFolderError.
+    The messages are also printed as warnings. If an attempt ended because a rank failed, the cause
+    in its end record is replaced by the error of that rank, if the rank or the supervisor recorded
+    it.
+
+    Raises:
+        RunFolderError: if the event log cannot be read.
     """
     damaged: list[str] = []
     every = list(events.read(folder, damaged=damaged))
@@ -252,7 +289,7 @@ def read_records(folder: Path) -> tuple[list[Event], list[str]]:
 
 
 def _read_ends_of_other_ranks(folder: Path) -> dict[int, list[Ended]]:
-    """Return the ends that each rank but rank 0 recorded; a log that cannot be read has none."""
+    """Return the `Ended` records of each rank except rank 0; unreadable logs are skipped."""
     found: dict[int, list[Ended]] = {}
     with contextlib.suppress(OSError):
         files.check_no_link(folder, files.RANKS)
@@ -265,11 +302,11 @@ def _read_ends_of_other_ranks(folder: Path) -> dict[int, list[Ended]]:
 
 
 def find(root: Path) -> Iterator[Path]:
-    """Yield the run folders below `root` (or `root` itself), sorted by name.
+    """Yield the run folders below `root`, or `root` itself, sorted by name.
 
-    Hidden folders and folders inside runs are skipped; the logs of other ranks are inside a run
-    whose own log is missing, too. The folders that this user may not list come last, since each may
-    hold a run.
+    Hidden folders and folders inside runs are skipped. A folder without an event log is a run too
+    if it has a lock file and a folder with the logs of ranks. Folders that this user may not list
+    come last, because each may contain a run.
     """
     forbidden: list[OSError] = []
     for folder, inside, names in os.walk(root, onerror=forbidden.append):
@@ -284,7 +321,7 @@ def find(root: Path) -> Iterator[Path]:
 
 
 def holds_runs(folder: Path) -> bool:
-    """Return whether `folder` is not a run itself and has runs below it."""
+    """Return whether `folder` is not a run itself but contains run folders."""
     return not (folder / events.FILE).exists() and next(find(folder), None) is not None
 
 
@@ -295,7 +332,10 @@ def _numeric_sort_key(name: str) -> tuple[str, int]:
 
 
 def number(value: Any) -> float | None:
-    """Return an event's value as a float, or None; events store a non-finite value as its name."""
+    """Convert a value of an event record to a float; return None if it is not a number.
+
+    Event records store non-finite values as strings, which are converted too.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:
@@ -305,13 +345,16 @@ def number(value: Any) -> float | None:
 
 
 def finite_or_none(value: Any) -> float | None:
-    """Return the value as a float; None for a non-finite one, which JSON cannot hold."""
+    """Convert a value of an event record to a float; return None if it is not a finite number."""
     found = number(value)
     return found if found is not None and math.isfinite(found) else None
 
 
 def value_of(evaluated: Evaluated | None) -> float | None:
-    """Return the value of an evaluation's score; None without an evaluation."""
+    """Return the value of an evaluation's score, which is its loss or a metric.
+
+    Return None if the value is not finite, or without an evaluation.
+    """
     if evaluated is None:
         return None
     return finite_or_none(
@@ -325,14 +368,17 @@ def format_value(value: Any, unit: str) -> str:
 
 
 def format_metric(name: str, evaluated: Evaluated) -> str:
-    """Format a metric of an evaluation, or its loss, with the unit."""
+    """Format a metric of an evaluation with its unit; the name "loss" selects the loss."""
     if name == "loss":
         return format_number(number(evaluated.loss))
     return format_value(evaluated.metrics.get(name), evaluated.units.get(name, ""))
 
 
 def format_score(past: Past, *, with_best: bool = True) -> str:
-    """Format the last score as `accuracy 99.4 %`, with the best score if it differs; else n/a."""
+    """Format the last score of a run, for example `accuracy 99.4 %`; `n/a` if there is none.
+
+    If `with_best` is set, the best score is appended if it differs from the last one.
+    """
     last, best = past.last, past.best
     if last is None:
         return UNKNOWN

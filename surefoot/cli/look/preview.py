@@ -1,6 +1,6 @@
-"""The learning-rate schedule of a run before it starts, without torch and without the data.
+"""Preview of the learning-rate schedule of a spec, without torch and without reading the data.
 
-Values are multipliers of `optim.lr` at points of the run.
+All values are multipliers of `optim.lr`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ FINE = 27_720  # steps of an epoch when only ratios matter: divisible by 1 to 12
 
 @dataclass(frozen=True)
 class Scale:
-    """Conversion of a spec's durations to steps without the data; `assumed` lists assumptions."""
+    """Conversion of durations in a spec, such as `3 epochs`, to steps, without reading the data.
+
+    `assumed` has a sentence for each assumption, such as the number of steps per epoch. `in_epochs`
+    is True if a duration of the run's length or schedule is in epochs.
+    """
 
     total_steps: int
     steps_per_epoch: int
@@ -46,9 +50,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Preview:
-    """Multipliers of the base learning rate `lr` at `steps`, one list per curve.
+    """Learning-rate schedules, evaluated at `steps` (counted from 0).
 
-    `told` describes each curve.
+    `curves` maps the name of each schedule to its multipliers of the base learning rate `lr`.
+    `told` maps each name to a description of the settings.
     """
 
     lr: float
@@ -71,7 +76,11 @@ class Preview:
 
 
 def names(text: str | None) -> list[str]:
-    """Return the schedule names of `--compare a,b,c`. Raises SpecError for an unknown name."""
+    """Return the schedule names in the value of `--compare`, such as `step,cosine`.
+
+    Raises:
+        SpecError: if a name is unknown.
+    """
     found = [part.strip() for part in (text or "").split(",") if part.strip()]
     known = get_args(Name)
     for name in found:
@@ -84,9 +93,15 @@ def names(text: str | None) -> list[str]:
 
 
 def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
-    """Return the schedule of `spec`, and schedules called `beside` for comparison.
+    """Evaluate the schedule of `spec`, and the schedules named in `beside` for comparison.
 
-    Raises SpecError for a schedule that contradicts its run.
+    Args:
+        spec: spec of a run.
+        beside: names of further schedules; they get settings that fit the run.
+        steps_per_epoch: assumed number of steps per epoch.
+
+    Raises:
+        SpecError: if a schedule contradicts its run.
     """
     scale = _scale(spec, steps_per_epoch)
     check_every, scale = _check_every(spec, scale)
@@ -113,7 +128,7 @@ def make(spec: RunSpec, beside: Sequence[str], steps_per_epoch: int) -> Preview:
 
 
 def draw(made: Preview) -> None:
-    """Print the table, then the plot; print the assumptions to standard error."""
+    """Print a preview as a table and a plot; print its assumptions to standard error."""
     for text in made.scale.assumed:
         print(text, file=sys.stderr)
     print(f"Multiplier of optim.lr = {format_number(made.lr)}")
@@ -134,7 +149,10 @@ def draw(made: Preview) -> None:
 
 
 def _table(made: Preview) -> tuple[list[str], list[list[str]]]:
-    """Return headers and a few rows of the curves; for a single curve also the learning rate."""
+    """Return the headers and up to `NUM_ROWS` rows of a table, evenly spaced over the run.
+
+    If the preview has only one curve, the last column is the learning rate.
+    """
     last, single = len(made.steps) - 1, len(made.curves) == 1
     rows = []
     for index in sorted({round(part * last / (NUM_ROWS - 1)) for part in range(NUM_ROWS)}):
@@ -178,7 +196,7 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
 
 
 def _units(spec: RunSpec) -> set[str]:
-    """Return the units of the durations in the run's length and in its schedule."""
+    """Return the units of the durations in `train.length` and in the schedule."""
     return {Duration.parse(text).unit for text in (spec.train.length, *_durations(spec.schedule))}
 
 
@@ -195,7 +213,11 @@ def _durations(settings: ScheduleSettings) -> list[str]:
 
 
 def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
-    """Return the steps between evaluations, which a plateau schedule needs, and the scale."""
+    """Return the number of steps between two evaluations, and the scale.
+
+    A plateau schedule depends on evaluations. If their interval is given in seconds, 20 evaluations
+    are assumed, and the returned scale lists this assumption.
+    """
     if Duration.parse(spec.evaluate.every).unit != "s":
         return max(1, scale.to_steps(spec.evaluate.every)), scale
     every = max(1, scale.total_steps // 20)
@@ -211,7 +233,10 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
 def _make_similar_schedule(
     own: ScheduleSettings, name: Name, scale: Scale, check_every: int
 ) -> ScheduleSettings:
-    """Return a schedule called `name` with the warm-up of `own` and settings that fit the run."""
+    """Return settings for the schedule `name` that fit the length of the run.
+
+    The warm-up is that of `own`, if the schedule supports one and `own` is not a sequence.
+    """
     keeps_warmup = not own.sequence and name != "warmup" and "warmup" in USES[name]
     room = max(1, scale.total_steps - scale.to_steps(own.warmup))
 
@@ -258,9 +283,13 @@ def _describe_settings(settings: ScheduleSettings) -> str:
 
 
 def check(origin: Origin) -> None:
-    """Check the schedule against the length of the run, where the units allow it.
+    """Check that the schedule fits the length of the run.
 
-    Raises SpecError that names the line of the spec or the flag.
+    Without the data, this is possible only if all durations are in steps or samples, or all are in
+    epochs. Otherwise nothing is checked.
+
+    Raises:
+        SpecError: if the schedule does not fit; the error names the line of the spec or the flag.
     """
     spec, units = origin.spec, _units(origin.spec)
     if units - {"steps", "samples"} and units != {"epochs"}:

@@ -1,4 +1,4 @@
-"""`surefoot profile`."""
+"""Command `surefoot profile`."""
 
 from __future__ import annotations
 
@@ -197,7 +197,10 @@ def _show(given: str, folder: Path, words: list[str], *, json: bool) -> None:
 
 
 def _tell_trace(path: Path, run: Path | None, *, json: bool) -> None:
-    """Print the analysis of an existing trace of any loop; draw it only if `run` is given."""
+    """Print the analysis of an existing PyTorch profiler trace, which any loop may have written.
+
+    If `run` is set, figures are also written to its `profile` folder.
+    """
     from surefoot.components.profiler.tracing.analysis import analyze, draw
 
     found = analyze(path)

@@ -1,4 +1,4 @@
-"""`surefoot report`."""
+"""Command `surefoot report`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,11 @@ def _check_steps(found: Sequence[Past]) -> None:
 
 
 def _choose(runs: Sequence[Path], out: Path | None) -> Path:
-    """Return the file to write; a file that the user names must be new, in an existing folder."""
+    """Return the path of the HTML file to write: `out`, or a file in the folder of the first run.
+
+    Raises:
+        InputError: if `out` already exists or its folder does not exist.
+    """
     if out is None:
         return runs[0] / (ONE if len(runs) == 1 else SEVERAL)
     options.check_new_file(out, "--out", ONE)
@@ -94,9 +98,17 @@ def _choose(runs: Sequence[Path], out: Path | None) -> Path:
 
 
 def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
-    """Write the page to a draft and rename it, so that a full disk leaves no partial page.
+    """Write the page to a draft file and rename it, so that a full disk leaves no partial page.
 
-    The previous page stays until the new one is complete. Raises InputError.
+    An existing page remains until the new one is complete.
+
+    Args:
+        file: path of the HTML file.
+        text: content of the page.
+        is_new: if True, an existing file is not replaced.
+
+    Raises:
+        InputError: if the file cannot be written, or if it exists and `is_new` is True.
     """
     import os
 
@@ -121,7 +133,7 @@ def write_page(file: Path, text: bytes, *, is_new: bool) -> None:
 
 
 def rows_of(past: Past) -> RunRows:
-    """Convert a run to the rows that the report draws."""
+    """Convert a run to the data that the HTML report shows."""
     from surefoot.cli.look.past import format_score
     from surefoot.control.diagnose import find_memory_use
     from surefoot.control.report import RunRows, read_profile, read_shape
@@ -184,7 +196,10 @@ def _commands(past: Past) -> Iterator[tuple[str, Whole]]:
 
 
 def _spec(past: Past) -> Whole:
-    """Return the run's spec.toml, or the spec in its newest start record if that file is gone."""
+    """Return the text of the run's spec.toml.
+
+    If the file cannot be read, return the spec in the newest start record, as JSON.
+    """
     import json
 
     from surefoot.contract.run_folder import files
@@ -198,7 +213,7 @@ def _spec(past: Past) -> Whole:
 
 
 def _differences(found: Sequence[Past]) -> TableRows:
-    """Return a table of what differs in the specs and circumstances of several runs."""
+    """Return a table of the differences between runs in spec, versions, machine, code and data."""
     from surefoot.cli.look import side_by_side
     from surefoot.control.report import TableRows
 

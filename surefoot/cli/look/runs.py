@@ -1,4 +1,4 @@
-"""`surefoot runs`."""
+"""Command `surefoot runs`."""
 
 from __future__ import annotations
 

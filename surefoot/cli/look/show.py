@@ -1,4 +1,4 @@
-"""`surefoot show`."""
+"""Command `surefoot show`."""
 
 from __future__ import annotations
 

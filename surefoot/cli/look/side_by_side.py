@@ -1,6 +1,6 @@
-"""Comparison of runs: what `surefoot compare` prints, and the same as one object.
+"""Comparison of runs for `surefoot compare`, as text and as a JSON object.
 
-It shows differences and draws no conclusion.
+It shows the differences between the runs, but draws no conclusion from them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Row = tuple[str, list[Any]]
 
 
 def print_comparison(runs: Sequence[Past]) -> None:
-    """Print the comparison, a column for each run."""
+    """Print the comparison as tables, with one column per run."""
     headers = ["", *(str(each.folder) for each in runs)]
     spec, circumstances = spec_differences(runs), circumstance_differences(runs)
     has_specs = any(each.started.spec for each in runs)
@@ -95,14 +95,21 @@ def _outcomes(runs: Sequence[Past]) -> Iterator[Row]:
 
 
 def spec_differences(runs: Sequence[Past]) -> list[Row]:
-    """Return every spec key whose values differ, defaults included; None for a key a run lacks."""
+    """Return the spec keys whose values differ between the runs, with the value of each run.
+
+    Keys that a spec omits have their defaults. A value is None if the run's spec does not have the
+    key. `train.threads` is excluded, because the number of threads is compared with the machine.
+    """
     rows = _differences([_flatten_tables(_with_defaults(each.started.spec)) for each in runs])
     # the threads that a run used are in its machine.threads
     return [row for row in rows if row[0] != "train.threads"]
 
 
 def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
-    """Return the entries for versions, machine, code and data that differ."""
+    """Return the differences between the runs in versions, machine, code and data.
+
+    Each entry is a key with the value of each run.
+    """
     return [
         (key, values)
         for key, values in _find_circumstances(runs).items()
@@ -111,13 +118,16 @@ def circumstance_differences(runs: Sequence[Past]) -> list[Row]:
 
 
 def find_unrecorded(runs: Sequence[Past]) -> list[str]:
-    """Return which of code, commit and data cannot be compared, since no run has a digest."""
+    """Return those of "code", "commit" and "data" that no run recorded.
+
+    They cannot be compared.
+    """
     found = _find_circumstances(runs)
     return [name for name in DIGESTS if all(value in (None, "") for value in found[name])]
 
 
 def _find_circumstances(runs: Sequence[Past]) -> dict[str, list[Any]]:
-    """Return versions, machine, code and data of each run, by key."""
+    """Map each key about versions, machine, code or data to its values in the runs."""
     return _rows_of_tables(
         [
             {
@@ -146,13 +156,17 @@ def _differences(tables: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def _rows_of_tables(tables: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return each key with its value in every table."""
+    """Map each key to its values in all tables; the value is None if a table lacks the key."""
     keys = dict.fromkeys(key for table in tables for key in table)
     return {key: [table.get(key) for table in tables] for key in keys}
 
 
 def _with_defaults(stated: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a run's spec with every default; unchanged if this version cannot read it."""
+    """Return a recorded spec with defaults for the keys that it omits.
+
+    The path of a task file is reduced to its name, because its code is compared by digest. A spec
+    that this version of surefoot cannot read is returned unchanged.
+    """
     from surefoot.contract.spec import RunSpec
 
     try:
@@ -184,9 +198,10 @@ def _listed(value: Any) -> Any:
 
 
 def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | None]]]:
-    """Return the training loss at up to 5 steps that every run recorded, the last one included.
+    """Return the training losses of the runs at up to 5 common steps, including the last one.
 
-    Every run must have recorded the mean over the same steps.
+    A recorded loss is a mean over several steps. A step is common if every run has a record at this
+    step whose mean covers the same number of steps.
     """
     equal = sorted({step for step, _ in set.intersection(*map(_spans, runs))})
     if len(equal) > NUM_EQUAL_STEPS:
@@ -198,7 +213,10 @@ def losses_at_equal_steps(runs: Sequence[Past]) -> list[tuple[int, list[float | 
 
 
 def describe_uneven_spans(runs: Sequence[Past]) -> str:
-    """Return which steps are left out: the runs recorded means over different numbers of steps."""
+    """Describe the steps whose losses are not compared; return "" if there are none.
+
+    At these steps, the runs recorded means over different numbers of steps.
+    """
     spans = [dict(_spans(run)) for run in runs]
     uneven = [
         step
@@ -218,12 +236,15 @@ def describe_uneven_spans(runs: Sequence[Past]) -> str:
 
 
 def _spans(run: Past) -> set[tuple[int, int]]:
-    """Return each recorded step with the number of steps whose losses its record averages."""
+    """Return each recorded step with the number of steps over which its loss was averaged."""
     return {(each.step, each.num_steps) for each in run.steps}
 
 
 def as_row(runs: Sequence[Past]) -> dict[str, Any]:
-    """Return the comparison as one object: each list holds a value per run, in the order given."""
+    """Return the comparison as a JSON-compatible dict.
+
+    Each list of values has one entry per run, in the order of `runs`.
+    """
     return {
         "runs": [
             {

@@ -1,6 +1,7 @@
-"""Comparison of folders of runs: what `surefoot compare` prints, with confidence intervals.
+"""Comparison of groups of runs for `surefoot compare`, with confidence intervals.
 
-The verdict is "no effect" where the interval includes a difference of 0.
+A group is a folder that contains runs, such as one run per seed. The verdict is "no effect" if the
+interval of the difference includes 0.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from surefoot.core.units import (
 
 @dataclass(frozen=True)
 class Side:
-    """A folder and the runs in it."""
+    """Group of runs: a folder and the runs in it."""
 
     folder: Path
     runs: tuple[Past, ...]
@@ -35,9 +36,11 @@ class Side:
 
 @dataclass(frozen=True)
 class MeasureComparison:
-    """A measure of a side compared with the first side: both means, and their difference.
+    """Comparison of one measure, such as the score, between a group of runs and the first group.
 
-    `difference` has a confidence interval. Values are None if one of the sides has none.
+    `mine` is the mean over the runs of `side`, `theirs` the mean over the first group. `difference`
+    is `mine` - `theirs` with a confidence interval. All three are None if either group has no
+    value.
     """
 
     measure: str
@@ -61,9 +64,10 @@ MEASURES: Mapping[str, Callable[[Past], float | None]] = {
 
 
 def read(folder: Path) -> Side:
-    """Read the runs in `folder`, or the run that `folder` itself is.
+    """Read the runs below `folder`, or `folder` itself if it is a run.
 
-    Raises RunFolderError if there is no run, or a run is damaged.
+    Raises:
+        RunFolderError: if there is no run, or if a run is damaged.
     """
     found = tuple(past.read(path) for path in past.find(folder))
     if not found:
@@ -74,9 +78,10 @@ def read(folder: Path) -> Side:
 
 
 def compare(sides: Sequence[Side]) -> list[MeasureComparison]:
-    """Compare every measure of each further side with the first, by difference of means (Welch).
+    """Compare each group of runs with the first group, in every measure.
 
-    Scores are compared only if all runs have the same score.
+    The interval of the difference between two means is that of Welch's t-test. Scores are compared
+    only if all runs have the same score.
     """
     scores = {run.last.score for side in sides for run in side.runs if run.last is not None}
     return [
@@ -100,7 +105,7 @@ def _compare(
 
 
 def print_comparison(sides: Sequence[Side]) -> None:
-    """Print the comparison."""
+    """Print the comparison of the groups of runs as a table."""
     counts = ", ".join(f"{each.folder}: {len(each.runs)}" for each in sides)
     print(f"Runs on each side: {counts}; differences from {sides[0].folder}, with 95 % intervals")
     rows = []
@@ -156,7 +161,7 @@ def _format_difference(difference: Interval | None, show: Callable[[float | None
 
 
 def as_row(sides: Sequence[Side]) -> dict[str, Any]:
-    """Return the comparison as one object."""
+    """Return the comparison of the groups of runs as a JSON-compatible dict."""
     return {
         "sides": [
             {"side": str(side.folder), "runs": [run.as_row() for run in side.runs]}

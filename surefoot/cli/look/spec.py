@@ -1,4 +1,4 @@
-"""`surefoot spec show`, `surefoot spec schema`, `surefoot spec check`."""
+"""Commands `surefoot spec show`, `surefoot spec schema`, `surefoot spec check`."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def check(
 
 
 def as_toml(value: Any) -> str:
-    """Return a value as TOML; a dash for None."""
+    """Format a value as TOML; None becomes a dash."""
     import json
 
     if value is None:

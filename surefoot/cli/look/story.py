@@ -1,4 +1,4 @@
-"""Summary of one run from its records: what `surefoot show` prints, and the same as one object."""
+"""Summary of one run for `surefoot show`, as text and as a JSON object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from surefoot.core.units import UNKNOWN, format_bytes, format_number, format_per
 CURVE_ROWS = 12
 SPREAD = ("mean", "sd", "min", "p50", "p95", "p99", "max")
 MAX_OUTLIERS = 5
-MAX_ROWS = 12  # rows of evaluations, to which the best is added
+MAX_ROWS = 12  # rows of evaluations; the best one is added
 Pairs = list[tuple[str, str]]
 
 
@@ -53,7 +53,7 @@ def _print_part(title: str, pairs: Pairs, *, whole: bool = False) -> None:
 
 
 def describe_environment(past: Past) -> Pairs:
-    """Return where the run took place: its spec, host, device, versions, data, model and code."""
+    """Return labeled texts: spec, host, device, versions, data, model and code of a run."""
     started = past.started
     machine, data = started.machine, started.data
     threads, ranks = machine.get("threads"), started.place.get("world_size", 1)
@@ -98,7 +98,7 @@ def describe_environment(past: Past) -> Pairs:
 
 
 def _describe_code(started: Started) -> str:
-    """Describe the digest of the task's file, the number of other modules, and the git commit."""
+    """Describe the code of a run: digest of the task file, number of other modules, git commit."""
     count = len(started.modules)
     modules = f" and {count} imported module{'' if count == 1 else 's'}" if count else ""
     changed = ", with uncommitted changes" if started.is_dirty else ""
@@ -107,7 +107,10 @@ def _describe_code(started: Started) -> str:
 
 
 def _print_curve(past: Past) -> None:
-    """Plot the training loss, with its first and last value; nothing for fewer than two records."""
+    """Print a plot of the training loss, with its first and last value.
+
+    Nothing is printed if fewer than two records have a finite loss.
+    """
     points = [
         (each.step, loss) for each in past.steps if (loss := finite_or_none(each.loss)) is not None
     ]
@@ -157,7 +160,10 @@ def _print_evaluations(past: Past) -> None:
 
 
 def _thin_evaluations(past: Past) -> tuple[list[Any], int]:
-    """Return evenly chosen evaluations, with the last and the best, and how many are left out."""
+    """Return at most `MAX_ROWS` evenly spaced evaluations, and the number of omitted ones.
+
+    The last evaluation is always included; the best one is added if it is not among them.
+    """
     every, best = list(past.evaluations), past.best
     if len(every) <= MAX_ROWS:
         return every, 0
@@ -193,9 +199,9 @@ def _print_faults(past: Past) -> None:
 
 
 def _print_phases(past: Past) -> None:
-    """Print where the time of the newest attempt went, and its slow steps.
+    """Print the time per phase of the newest attempt (start or resume), and its slow steps.
 
-    Nothing is printed for a run of a version that recorded no phases.
+    Nothing is printed if the run recorded no phases, as in older versions.
     """
     found = past.phases
     if found is None:
@@ -236,14 +242,14 @@ def _print_phases(past: Past) -> None:
 
 
 def _spread(spread: Spread | None) -> list[str]:
-    """Return the values of a spread as text; unknown for a phase that no recorded step had."""
+    """Format statistics of the seconds per step; `n/a` for a phase that no recorded step had."""
     if spread is not None and spread.max_s == 0:
         spread = None
     return [format_seconds(getattr(spread, f"{name}_s", None)) for name in SPREAD]
 
 
 def describe_end(past: Past) -> Iterator[tuple[str, str]]:
-    """Yield how the run ended, and its score, steps, time, throughput and memory."""
+    """Yield labeled texts: how the run ended, its score, steps, time, throughput and memory."""
     ended, started = past.ended, past.started
     if ended is not None:
         yield "ended", f"{ended.outcome}: {ended.cause}"
@@ -292,12 +298,15 @@ def describe_end(past: Past) -> Iterator[tuple[str, str]]:
 
 
 def _quote_for_shell(path: object) -> str:
-    """Return a path as a shell takes it."""
+    """Return a path quoted for the shell."""
     return shlex.quote(str(path))
 
 
 def _utilization(past: Past) -> str:
-    """Describe the model FLOPs utilization with its terms, once `surefoot roofline` has counted."""
+    """Describe the model FLOPs utilization (MFU) with its terms.
+
+    It is `n/a` until `surefoot roofline` has counted the FLOPs of a step.
+    """
     if (found := past.utilization()) is not None:
         return f"MFU {found.words(past.samples_per_s)}"
     can_count = past.use and past.has_spec
@@ -306,7 +315,7 @@ def _utilization(past: Past) -> str:
 
 
 def describe_reproduction(past: Past) -> Pairs:
-    """Return how to repeat the run, and where its weights are."""
+    """Return labeled texts: the command that repeats the run, and the folders of its weights."""
     parent = past.parent()
     is_forked = past.use is not None and parent is not None
     command, load = _how_to_repeat(past)
@@ -331,7 +340,11 @@ def describe_reproduction(past: Past) -> Pairs:
 
 
 def _how_to_repeat(past: Past) -> tuple[str, str | None]:
-    """Return how to repeat a run from step 0, and the Python call that loads its weights."""
+    """Return how to repeat a run from step 0, and the Python call that loads its weights.
+
+    The first is a shell command if possible, otherwise an instruction. The second is None if no
+    such call exists.
+    """
     if past.started.spec_id == attached.SPEC_ID:
         again = "run the script of the loop with another folder; with this one it resumes"
         return again, attached.load_call(past.folder)
@@ -344,7 +357,7 @@ def _how_to_repeat(past: Past) -> tuple[str, str | None]:
 
 
 def as_row(past: Past) -> dict[str, Any]:
-    """Return the summary as one object; non-finite values are null."""
+    """Return the summary as a JSON-compatible dict; non-finite values are None."""
     started, ended, best, use = past.started, past.ended, past.best, past.utilization()
     return {
         **past.as_row(),

@@ -1,4 +1,4 @@
-"""`surefoot why`."""
+"""Command `surefoot why`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,10 @@ def _row(attempt: Attempt) -> list[str]:
 
 
 def _range(least: int, more: int) -> str:
-    """Return a number of which the log, with a record every few steps, shows the least value."""
+    """Format a number of steps that lies between `least` and `least` + `more`.
+
+    The exact number is unknown if the log has a record only every few steps.
+    """
     return f"{least:,} to {least + more:,}" if more else f"{least:,}"
 
 

@@ -1,4 +1,4 @@
-"""`surefoot archive`."""
+"""Command `surefoot archive`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`surefoot checkpoint list`, `show`, `check`, `prune` and `diff`, without torch."""
+"""Commands of `surefoot checkpoint`, without torch.
+
+`export` and `import` are in `transfer.py`.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +116,10 @@ def _line(row: dict[str, Any], units: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _score(score: Mapping[str, Any] | None, units: Mapping[str, str]) -> str | None:
-    """Return the score of a manifest as `surefoot show` prints it; None for none."""
+    """Format the score in a checkpoint's manifest, as `surefoot show` does; None if there is none.
+
+    `units` maps the names of metrics to their units.
+    """
     from surefoot.cli.look.past import format_value
 
     value = None if score is None else score.get("value")
@@ -392,7 +398,7 @@ def prune(
 
 
 def _table(run: Path) -> Any:
-    """Return the `[checkpoint]` table of the run's spec; its defaults for a run without a spec."""
+    """Return the `[checkpoint]` table of the run's spec, or its defaults if the run has no spec."""
     from surefoot.contract import spec_file
     from surefoot.contract.spec import CheckpointTable
 

@@ -1,4 +1,4 @@
-"""`surefoot data convert`: a folder of images, written as tar files."""
+"""Command `surefoot data convert`, which writes a folder of images as tar files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def convert(
 
 
 def shard_rows(index: Index) -> list[dict[str, Any]]:
-    """Return the name, size, number of samples and digest of each tar of an index."""
+    """Return the name, size in bytes, number of samples and digest of each tar in an index."""
     return [
         {
             "name": each.name,
@@ -113,7 +113,7 @@ def shard_rows(index: Index) -> list[dict[str, Any]]:
 
 
 def print_shards(shards: Sequence[Mapping[str, Any]]) -> None:
-    """Print tar files as a table: `name`, `samples`, `bytes` and `sha256` of each."""
+    """Print the rows of `shard_rows` as a table, with one row per tar file."""
     from surefoot.cli.table import print_table
     from surefoot.core.units import format_bytes
 

@@ -1,6 +1,6 @@
-"""`surefoot data index` and `check`: index tar files of samples, and verify them.
+"""Commands `surefoot data index` and `surefoot data check`, for tar files of samples.
 
-The other verbs of `surefoot data` are registered in this module.
+The other commands of `surefoot data` are registered in this module too.
 """
 
 from __future__ import annotations

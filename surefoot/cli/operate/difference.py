@@ -1,6 +1,6 @@
-"""Differences between two checkpoints: which tensors, how many values, and the largest one.
+"""Comparison of two checkpoints, tensor by tensor.
 
-It needs NumPy alone, and verifies everything that it reads.
+The comparison needs NumPy but not torch. It verifies the digest of every file that it reads.
 """
 
 from __future__ import annotations
@@ -39,15 +39,17 @@ DTYPES = {
     "F64": np.float64,
     "C64": np.complex64,
 }
-MIN_VECTOR = 16  # a list of so many plain values in a JSON file is one row
+MIN_VECTOR = 16  # a list of this many plain values or more in a JSON file is one value
 BLOCK = 1 << 20  # values compared at once
 
 
 @dataclass(frozen=True)
 class ValueDifference:
-    """A tensor or value that differs: `what` in words; for tensors also the counts and the maximum.
+    """Difference between two checkpoints in a tensor, a JSON value or a file.
 
-    `max_abs` is over pairs of values that are both finite; None if there is no such pair.
+    `what` describes the difference. For a tensor or a list, `num_different` of `num_values` values
+    differ. For a tensor, `max_abs` is the largest absolute difference over pairs of values that are
+    both finite; None if there is no such pair.
     """
 
     file: str
@@ -62,9 +64,12 @@ class ValueDifference:
 
 
 def compare(one: Path, other: Path) -> tuple[list[ValueDifference], int]:
-    """Return all differences between two checkpoints, except times, and how many tensors are equal.
+    """Return the differences between two checkpoints, and the number of equal tensors.
 
-    Raises RunFolderError for damage.
+    The times in clock.json are ignored.
+
+    Raises:
+        RunFolderError: if a checkpoint is damaged.
     """
     manifests = manifest.read(one), manifest.read(other)
     entries = [{entry.name: entry for entry in made.files} for made in manifests]
@@ -98,10 +103,11 @@ Pair = tuple[Path, Path]
 
 
 def _places(made: Manifest) -> dict[str, list[Place]]:
-    """Return the parts of each tensor in the order of their rows, by kind of file and name.
+    """Map each tensor to its stored parts, in the order of their rows.
 
-    A weight that was frozen later is in another file and is the same weight; so is a weight of
-    which each rank wrote its rows.
+    The keys are equal in two checkpoints even if they store a tensor in different files: a weight
+    that was frozen later is in a separate file, and each rank stores its own rows of a sharded
+    weight.
     """
     found: dict[str, list[Place]] = {}
     for entry in made.files:
@@ -158,9 +164,20 @@ def _content(piece: Piece) -> tuple[object, ...]:
 def read_tensor(
     folder: Path, entry: Entry, piece: Piece, name: str, pool: Executor
 ) -> npt.NDArray[Any]:
-    """Read a stored tensor, or a part of one, as a flat array, and verify its digest.
+    """Read a tensor, or one of its stored parts, as a flat array and verify its digest.
 
-    The digest is computed in the memory that receives the data. Raises RunFolderError for damage.
+    BF16 and FP8 values are returned as their bits, in unsigned integers (`as_numbers` converts
+    them). The digest is computed without a copy of the data.
+
+    Args:
+        folder: folder of the checkpoint.
+        entry: file that contains the tensor.
+        piece: position, dtype and digest of the tensor or part.
+        name: name of the tensor.
+        pool: threads that compute the digest.
+
+    Raises:
+        RunFolderError: if the data are damaged.
     """
     held = bytearray(piece.num_bytes)
     with commits.open_file(folder, entry) as file:
@@ -177,7 +194,9 @@ def read_tensor(
 
 
 def as_numbers(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Return stored values in a dtype wide enough for (nearly) exact differences.
+    """Convert stored values to a dtype in which their differences are exact or nearly exact.
+
+    `dtype` is the name of the stored dtype in safetensors.
 
     >>> as_numbers(np.array([0x3F80, 0xC000], dtype=np.uint16), "BF16").tolist()
     [1.0, -2.0]
@@ -196,9 +215,9 @@ def as_numbers(stored: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _e4m3() -> npt.NDArray[np.float64]:
-    """Return all values of the 8-bit format with 4 exponent bits (bias 7) and 3 mantissa bits.
+    """Return the values of all 256 bit patterns of `torch.float8_e4m3fn`.
 
-    The format has no infinity (arXiv:2209.05433).
+    The format has 4 exponent bits (bias 7), 3 mantissa bits and no infinity (arXiv:2209.05433).
     """
     bits = np.arange(256)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
@@ -229,12 +248,18 @@ def _numbers(
 
 
 def _as_bits(stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the bits of the values as unsigned integers: a NaN equals itself, and 0 is not -0."""
+    """Return the bits of the values as unsigned integers.
+
+    Compared by its bits, a NaN equals itself, and 0 differs from -0.
+    """
     return stored.view(f"u{stored.dtype.itemsize}")
 
 
 def _compare_texts(folders: Pair, pair: tuple[Entry, Entry]) -> list[ValueDifference]:
-    """Compare a text file of two checkpoints; for JSON, return differing values by path."""
+    """Return the differences between two checkpoints in a file that contains no tensors.
+
+    For a JSON file, there is one difference per value, named by its path in the file.
+    """
     if pair[0].sha256 == pair[1].sha256:
         return []
     name = pair[0].name
@@ -262,7 +287,7 @@ def _leaves(value: Any, path: str = "") -> Any:
 
 
 def _is_vector(value: list[Any]) -> bool:
-    """Return whether a list is shown as one value, such as the state of Python's generator."""
+    """Return whether a list is compared as one value, such as the state of a random generator."""
     return len(value) >= MIN_VECTOR and not any(isinstance(each, dict | list) for each in value)
 
 

@@ -1,4 +1,4 @@
-"""A progress bar on standard error, shown only at a terminal."""
+"""Progress bar on standard error, shown only in a terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from contextlib import contextmanager
 def progress(
     what: str, total: int | None, quiet: bool, *, unit: str = "bytes"
 ) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar; yield a callback that advances it by bytes, or by another `unit`."""
+    """Show a progress bar; yield a callback that advances it.
+
+    The callback takes the amount of new work, in bytes or in `unit`.
+
+    Args:
+        what: text beside the bar.
+        total: amount of work; None if unknown.
+        quiet: if True, no bar is shown.
+        unit: unit of the work.
+    """
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -37,7 +46,10 @@ def progress(
 
 
 def to_total(advance: Callable[[int], None]) -> Callable[[int, int], None]:
-    """Return a callback that takes a total and advances a bar by the increase."""
+    """Adapt `advance`, which takes the amount of new work, to callers that report the total so far.
+
+    The returned callback ignores its second argument.
+    """
     done = 0
 
     def tell(now: int, _: int) -> None:

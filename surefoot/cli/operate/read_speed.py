@@ -1,4 +1,4 @@
-"""`surefoot data bench`: how fast samples are read from where they are stored."""
+"""Command `surefoot data bench`, which measures how fast samples are read and decoded."""
 
 from __future__ import annotations
 

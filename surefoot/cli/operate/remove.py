@@ -1,4 +1,4 @@
-"""`surefoot remove`."""
+"""Command `surefoot remove`."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def remove(
 
 
 def _find_hidden_name(run: Path) -> Path:
-    """Return a free name beside the run that no verb reads.
+    """Return an unused hidden path beside the run folder.
 
-    The run is renamed before it is deleted, so that a kill leaves no partial run.
+    The run is renamed to this path before it is deleted. If the deletion is interrupted, no command
+    takes the remaining files for a run.
     """
     run = run.resolve()
     number = 1

@@ -1,4 +1,4 @@
-"""`surefoot data stage`: copy tar files to faster storage."""
+"""Command `surefoot data stage`, which copies tar files to faster storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run, for verbs that find, list and check them; torch is not needed."""
+"""Functions that find, list and check the checkpoints of a run, without torch."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ LEFT_OVERS = (".draft-", ".gone-", ".old-", ".bad-")
 
 
 def find_commit(named: str, step: str = "last") -> Path:
-    """Return the step folder that `named` means: itself, `step` of a run, or that of RUN:STEP.
+    """Return the folder of a checkpoint.
 
-    Raises RunFolderError.
+    Args:
+        named: the folder itself, RUN:STEP, or a run folder.
+        step: for a run folder, the checkpoint: "best", "last" or a step number.
+
+    Raises:
+        RunFolderError: if there is no such checkpoint.
     """
     path = Path(named)
     if manifest.STEP_FOLDER.match(path.name) and path.is_dir():
@@ -35,10 +40,14 @@ def find_commit(named: str, step: str = "last") -> Path:
 
 
 def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[str]]:
-    """Return the checkpoint that `named` means, its manifest, and why newer ones are unreadable.
+    """Return the folder and manifest of a checkpoint, and errors about newer checkpoints.
 
-    For the last step of a run it is the newest checkpoint whose manifest can be read. Raises
-    RunFolderError.
+    For the last step of a run, this is the newest checkpoint whose manifest can be read; the list
+    has an error message for each newer one. Otherwise the checkpoint is that of `find_commit`, and
+    the list is empty.
+
+    Raises:
+        RunFolderError: if there is no such checkpoint, or if its manifest cannot be read.
     """
     run = Path(named)
     troubles: list[str] = []
@@ -54,7 +63,7 @@ def find_readable(named: str, step: str = "last") -> tuple[Path, Manifest, list[
 
 
 def check_folder(run: Path) -> None:
-    """Raise RunFolderError for a run without a folder of checkpoints."""
+    """Raise RunFolderError if the run does not exist or has no folder of checkpoints."""
     if not run.exists():
         raise files.no_run(run, manifest.FOLDER)
     if not (run / manifest.FOLDER).is_dir():
@@ -65,7 +74,13 @@ def check_folder(run: Path) -> None:
 
 
 def step_folders(run: Path) -> list[Path]:
-    """Return every folder that is named like a checkpoint, valid or not, sorted by step."""
+    """Return the folders in a run that are named like checkpoints, sorted by step.
+
+    Their contents are not checked.
+
+    Raises:
+        RunFolderError: if the run has no folder of checkpoints.
+    """
     check_folder(run)
     return sorted(
         path for path in (run / manifest.FOLDER).iterdir() if manifest.STEP_FOLDER.match(path.name)
@@ -73,7 +88,11 @@ def step_folders(run: Path) -> list[Path]:
 
 
 def find_leftovers(run: Path) -> list[str]:
-    """Return the names of what kills left behind, and of checkpoints that were set aside."""
+    """Return the names of hidden folders in the run's folder of checkpoints.
+
+    They were left by interrupted saves and deletions, or contain damaged checkpoints that were
+    renamed.
+    """
     return sorted(
         path.name for path in (run / manifest.FOLDER).iterdir() if path.name.startswith(LEFT_OVERS)
     )
@@ -83,7 +102,10 @@ def find_leftovers(run: Path) -> list[str]:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """Return what `list` prints of each checkpoint; an unreadable one has `step` and `error`."""
+    """Return a JSON-compatible dict for each checkpoint of a run, for `surefoot checkpoint list`.
+
+    If a checkpoint cannot be read, its dict has only the keys `step` and `error`.
+    """
     found = []
     folders = step_folders(run)
     best = commits.find_best(run, [_step_of(folder) for folder in folders])
@@ -98,7 +120,11 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 
 def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
-    """Return a checkpoint as one row; `linked_bytes` counts files that an earlier one wrote."""
+    """Return a JSON-compatible dict that describes a checkpoint.
+
+    `linked` lists the files that an earlier checkpoint wrote and that did not change since;
+    `linked_bytes` is their total size.
+    """
     linked = [entry for entry in made.files if entry.since is not None and entry.since != made.step]
     age_s = None
     with contextlib.suppress(OSError):
@@ -118,7 +144,7 @@ def row_of(folder: Path, made: Manifest) -> dict[str, Any]:
 
 
 def read_units(run: Path) -> dict[str, str]:
-    """Return the unit of each metric that the log has; none where no log can be read."""
+    """Return the unit of each metric in the run's event log; empty if no log can be read."""
     units: dict[str, str] = {}
     with contextlib.suppress(RunFolderError):
         for each in events.read(run, events.Evaluated, damaged=[]):
@@ -135,7 +161,12 @@ def _step_of(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class CommitHealth:
-    """A checkpoint checked against its manifest: damage by file, and unknown files."""
+    """Result of comparing the files of a checkpoint with its manifest.
+
+    `damaged` describes each damaged file, and `names` are the names of these files. `unknown` are
+    the names of files that are not in the manifest. `whole_state` is True if the checkpoint has the
+    complete training state, not only weights.
+    """
 
     folder: Path
     step: int
@@ -152,13 +183,13 @@ class CommitHealth:
 
 
 def check_run(run: Path) -> Iterator[CommitHealth]:
-    """Check every checkpoint of a run, the oldest first; every byte is read."""
+    """Check every checkpoint of a run, oldest first; every byte is read."""
     for folder in step_folders(run):
         yield check_commit(folder)
 
 
 def check_commit(folder: Path) -> CommitHealth:
-    """Check every file of a checkpoint against its manifest."""
+    """Compare every file of a checkpoint with the digests in its manifest."""
     try:
         made = manifest.read(folder)
     except RunFolderError as error:
@@ -192,14 +223,20 @@ def _problem(folder: Path, entry: Entry, pool: Executor) -> str | None:
 
 
 def newest_sound(found: list[CommitHealth]) -> int | None:
-    """Return the step after which a run would resume; None without a sound, complete checkpoint."""
+    """Return the step of the checkpoint from which a run would resume; None if there is none.
+
+    It is the newest undamaged checkpoint with the complete training state.
+    """
     return max((each.step for each in found if each.is_sound and each.whole_state), default=None)
 
 
 def check_not_written(run: Path) -> Any:
-    """Return the lock of a run while its checkpoints are moved; a null context if it has none.
+    """Return a context manager that locks a run while its checkpoints are renamed or deleted.
 
-    Raises RunFolderError while the run is training.
+    If the run has no lock file, the context manager does nothing.
+
+    Raises:
+        RunFolderError: if a process is training the run, or the lock cannot be taken.
     """
     from surefoot.contract.runlock import FILE, RunLock
 
@@ -218,7 +255,10 @@ def check_not_written(run: Path) -> Any:
 def parse_every(text: str, run: Path) -> tuple[int | None, float | None]:
     """Convert a duration to (steps, None) or (None, seconds), without reading the data.
 
-    Raises InputError for a duration that is 0, or that only the data could convert.
+    Epochs are converted with the number of steps per epoch in the run's event log.
+
+    Raises:
+        InputError: if the duration is 0, or if the conversion needs the data.
     """
     from surefoot.cli.look import past
     from surefoot.core.units import Duration

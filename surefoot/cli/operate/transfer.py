@@ -1,4 +1,7 @@
-"""`surefoot checkpoint export` and `import`: write weights for other programs, and read theirs."""
+"""Commands `surefoot checkpoint export` and `surefoot checkpoint import`.
+
+They write weights for other programs, and read the weights of other programs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder as a whole: its files, their size, and exclusive access to it."""
+"""Files and total size of a run folder, and exclusive access to it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from surefoot.core.errors import RunFolderError
 
 
 def list_files(run: Path) -> list[tuple[Path, os.stat_result]]:
-    """Return every regular file below `run`, sorted by name.
+    """Return every regular file below `run` with its `stat` result, sorted by path.
 
-    Links are neither followed nor listed; files that vanish meanwhile are left out.
+    Symbolic links are neither followed nor listed. Files that are deleted during the call are left
+    out.
     """
     found = []
     for folder, inside, names in os.walk(run):
@@ -30,14 +31,17 @@ def list_files(run: Path) -> list[tuple[Path, os.stat_result]]:
 
 
 def count_bytes(run: Path) -> int:
-    """Return the bytes of a run's files; a file that several checkpoints link counts once."""
+    """Return the total size of a run's files in bytes.
+
+    A file that several checkpoints share by hard links counts once.
+    """
     return sum(
         {(status.st_dev, status.st_ino): status.st_size for _, status in list_files(run)}.values()
     )
 
 
 def check_is_run(run: Path) -> None:
-    """Raise RunFolderError for a path that is not a run folder, or that is a link to one."""
+    """Raise RunFolderError if `run` is not a run folder, or is a symbolic link to one."""
     log = run / events.FILE
     if run.is_symlink():
         raise RunFolderError(f"{run} is a link", hint="surefoot runs lists the runs below a folder")
@@ -47,10 +51,11 @@ def check_is_run(run: Path) -> None:
 
 @contextlib.contextmanager
 def lock_run(run: Path) -> Iterator[None]:
-    """Keep other processes from writing the run inside the context.
+    """Prevent other processes from writing the run, inside the context.
 
-    Raises RunFolderError while a process writes the run, or where the run may be running on another
-    host, whose processes cannot be seen.
+    Raises:
+        RunFolderError: if a process is writing the run, or if the run may be running on a different
+            host, whose processes cannot be inspected from this host.
     """
     from surefoot.control.diagnose import find_health
 

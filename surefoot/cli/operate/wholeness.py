@@ -1,4 +1,7 @@
-"""Check of a run folder: its spec, log, ledger, and every checkpoint of the log; without torch."""
+"""Integrity check of a run folder, without torch.
+
+The check covers the spec, the event log, the ledger, and every checkpoint that the log names.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ WHOLE, DAMAGED, LOST, REMOVED = "whole", "damaged", "lost", "removed"
 
 @dataclass(frozen=True)
 class RunPart:
-    """The spec, the log, the ledger or a checkpoint, and its `state`.
+    """Result of checking one part of a run: the spec, the event log, the ledger or a checkpoint.
 
-    The state is "whole", "damaged", "lost", or "removed", as retention removes old checkpoints.
+    `state` is "whole", "damaged", "lost", or "removed" for a checkpoint that retention deleted.
+    `found` describes the contents, and `problems` has a message for each problem.
     """
 
     name: str
@@ -39,7 +43,7 @@ class RunPart:
         return self.state in (WHOLE, REMOVED)
 
     def as_row(self) -> dict[str, Any]:
-        """Return the part as one object for `--json`."""
+        """Return the result as a JSON-compatible dict."""
         named = {"part": self.name} if self.step is None else {"step": self.step}
         return {**named, "state": self.state, "found": self.found, "problems": list(self.problems)}
 
@@ -49,9 +53,10 @@ def _part(name: str, found: str, problems: Sequence[str] = ()) -> RunPart:
 
 
 def check(run: Path) -> list[RunPart]:
-    """Check the spec, the log, the ledger and every checkpoint of a run, byte for byte.
+    """Check the spec, the event log, the ledger and every byte of every checkpoint of a run.
 
-    Raises RunFolderError for a folder that is not a run.
+    Raises:
+        RunFolderError: if the folder is not a run.
     """
     damaged: list[str] = []
     # listed before the log is read, which has their steps also while the run continues
@@ -73,7 +78,17 @@ def check(run: Path) -> list[RunPart]:
 def _find_missing_records(
     run: Path, records: Sequence[Event], steps: Sequence[int], last_row: int
 ) -> list[str]:
-    """Return what shows that records of an otherwise readable log are missing."""
+    """Return a message for each sign that records are missing in a readable event log.
+
+    Signs are an attempt that resumed after steps that the log does not have, and checkpoints or
+    ledger rows that the log does not have.
+
+    Args:
+        run: run folder.
+        records: records of the log.
+        steps: steps of the checkpoints in the folder.
+        last_row: last step in the ledger.
+    """
     starts = [event for event in records if isinstance(event, Started)]
     last = log_end.find_last_step(records)
     found = [
@@ -88,14 +103,18 @@ def _find_missing_records(
 
 
 def find_lost(run: Path) -> list[gone.Gone]:
-    """Return the lost checkpoints that the log names; an empty list without a readable log."""
+    """Return the checkpoints that the event log names, but that are missing and were not deleted.
+
+    Deletions by surefoot, such as retention, do not count. Without a readable log, the list is
+    empty.
+    """
     with contextlib.suppress(RunFolderError):
         return [each for each in gone.find_gone(run) if each.is_lost]
     return []
 
 
 def why_unread(run: Path) -> str | None:
-    """Return why the log does not show which checkpoints should exist; None if it does."""
+    """Return why the event log does not show which checkpoints should exist; None if it does."""
     damaged: list[str] = []
     try:
         records = list(events.read(run, Started, damaged=damaged))
@@ -105,7 +124,7 @@ def why_unread(run: Path) -> str | None:
 
 
 def _check_commits(run: Path, records: Sequence[Event]) -> Iterator[RunPart]:
-    """Check every checkpoint that the folder holds or `records` name, by step."""
+    """Check every checkpoint that is in the folder or in the log; yield one result per step."""
     steps = sorted({*commits.readable_steps(run), *gone.find_named(records)})
     folders = {step: commits.find_folder(run, step) for step in steps}
     healths = {
@@ -159,9 +178,15 @@ def _check_spec(run: Path, starts: Sequence[Started]) -> RunPart:
 def _check_ledger(
     run: Path, starts: Sequence[Started], records: Sequence[Event], *, is_log_whole: bool
 ) -> tuple[RunPart, int]:
-    """Check the ledger as `surefoot ledger` does, and whether it belongs to this log.
+    """Check the ledger, the record of consumed samples, also against the event log.
 
-    Returns the part and the last step of the ledger, 0 for one that cannot be read.
+    Return the result and the last step in the ledger, which is 0 if the ledger cannot be read.
+
+    Args:
+        run: run folder.
+        starts: `Started` records of the log.
+        records: all records of the log.
+        is_log_whole: True if no record of the log is damaged.
     """
     committed = max(gone.find_named(records), default=0)
     try:
@@ -187,7 +212,7 @@ def _check_ledger(
 def _judge_ledger(
     run: Path, started: Started | None
 ) -> tuple[str, int, tuple[int, ...], list[str]]:
-    """Return what the ledger holds, its last step, its attempts, and its problems."""
+    """Return a summary of the ledger, its last step, its attempts, and its problems."""
     if loop_ledger.is_loop_run(run):
         loop = loop_ledger.check(run)
         told = [f"{each.kind}: {each.told}" for each in loop.faults]
@@ -216,7 +241,7 @@ def _steps(after: int, last: int) -> str:
 
 
 def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
-    """Return how the plan of a ledger differs from the spec in the log."""
+    """Return a message for each value in the ledger's plan that differs from the logged spec."""
     try:
         spec = RunSpec.of_record(dict(started.spec))
     except SurefootError:

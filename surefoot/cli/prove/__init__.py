@@ -1,1 +1,1 @@
-"""The verbs that test a claim."""
+"""Subcommands that measure, improve or verify training."""

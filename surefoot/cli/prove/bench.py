@@ -1,4 +1,4 @@
-"""`surefoot bench step`; `bench comm` is in `comm.py`."""
+"""Command `surefoot bench step`; `surefoot bench comm` is in `comm.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot check`."""
+"""Command `surefoot check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot bench comm`."""
+"""Command `surefoot bench comm`."""
 
 from __future__ import annotations
 
@@ -174,7 +174,13 @@ def comm(
 def _refuse_idle(
     spec: str | None, without: Mapping[str, object], with_spec: Mapping[str, object]
 ) -> None:
-    """Raise InputError for a flag that has no effect, with or without a SPEC."""
+    """Raise InputError if a flag was given that has no effect.
+
+    Args:
+        spec: the SPEC argument; None if it was not given.
+        without: values of the flags that apply only without a SPEC.
+        with_spec: values of the flags that apply only with a SPEC.
+    """
     idle = [
         flag
         for flag, value in (with_spec if spec is None else without).items()
@@ -196,7 +202,7 @@ def _refuse_idle(
 
 
 def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that were given; the others get the defaults of `Sizes` and `Buckets`."""
+    """Return the options that are not None; the others have defaults in `Sizes` or `Buckets`."""
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -205,7 +211,7 @@ def _bytes(text: str | None) -> int | None:
 
 
 def _collectives(sizes: Sizes, is_first: bool, *, json: bool, tell: Callable[[str], None]) -> int:
-    """Time the collectives as one rank of a group; the first rank prints the result."""
+    """Time collectives, as one rank of a group; the first rank prints the result."""
     from surefoot.cli.prove.tables import comm as tables
     from surefoot.prove.bench.collectives import fit, measure, on_ranks
 
@@ -236,7 +242,10 @@ def _buckets(
     json: bool,
     tell: Callable[[str], None],
 ) -> int:
-    """Time the gradient buckets of a SPEC as one rank; the first rank prints the result."""
+    """Time training steps with several gradient bucket sizes, as one rank of a group.
+
+    The first rank prints the result.
+    """
     from surefoot.cli.prove.tables import comm as tables
     from surefoot.prove.bench.buckets import tune
 
@@ -299,7 +308,10 @@ def _duel_row(duel: LayoutDuel | None) -> dict[str, Any] | None:
 
 
 def _environment_row(ranks: int, device: str, transport: str) -> dict[str, Any]:
-    """Return the number of ranks, their backend, transport and device, and the conditions."""
+    """Return the number of ranks, their backend, transport and device, and the machine.
+
+    `share_cores` is True if all ranks are on this host and it has fewer CPU cores than ranks.
+    """
     from surefoot.core.hardware import count_cores
     from surefoot.trial import find_conditions
 

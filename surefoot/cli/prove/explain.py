@@ -1,4 +1,4 @@
-"""`surefoot explain`."""
+"""Command `surefoot explain`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot formats`."""
+"""Command `surefoot formats`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot ladder`."""
+"""Command `surefoot ladder`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,11 @@ def ladder(
 
 
 def _folder(out: Path | None, use: str) -> Path:
-    """Return the folder for the results: `out`, new or empty, or `ladders/<task>-<n>`."""
+    """Return the folder for the results: `out`, or the first unused `ladders/<task>-<n>`.
+
+    Raises:
+        InputError: if `out` is not an empty folder and cannot be created.
+    """
     if out is not None:
         options.check_new_folder(out, "--out")
         return out
@@ -145,7 +149,10 @@ def _folder(out: Path | None, use: str) -> Path:
 
 
 def _report_rung(ladder: Ladder, folder: Path, tell: Callable[[str], None]) -> None:
-    """Write the ladder so far, so that an interrupted one is not lost; print the newest rung."""
+    """Write the results so far to `folder`, and print the result of the newest variant.
+
+    If the command is interrupted, the written results remain.
+    """
     import json as as_text
 
     from surefoot.prove.ladder import BEST, as_markdown, as_row, as_svg, as_toml

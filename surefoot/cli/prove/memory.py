@@ -1,4 +1,4 @@
-"""`surefoot memory`."""
+"""Command `surefoot memory`."""
 
 from __future__ import annotations
 
@@ -158,7 +158,10 @@ def _count(parameters: str) -> int:
 
 
 def _predict_from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
-    """Predict memory from the number of parameters alone: arithmetic, without torch."""
+    """Predict training memory from the number of parameters alone, without torch.
+
+    `budget` is the available memory in bytes, with which the prediction is compared.
+    """
     from surefoot.core.cost.shape import training_bytes
 
     count = _count(parameters)
@@ -171,7 +174,7 @@ def _predict_from_sizes(parameters: str, budget: int | None) -> dict[str, Any]:
 
 
 def _state_bytes_by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict[str, Any]:
-    """Return the bytes of training state that each rank holds, for each sharding stage."""
+    """Return the bytes per rank of weights, gradients and optimizer state, for each ZeRO stage."""
     from dataclasses import asdict
 
     from surefoot.control.plan import compare_stages
@@ -218,7 +221,10 @@ def _predict_from_spec(
 
 
 def _measure(spec: RunSpec, row: Mapping[str, Any], tell: Callable[[str], None]) -> dict[str, Any]:
-    """Measure three steps of one process; compare with the prediction if it is for one process."""
+    """Measure the memory of three steps in one process, and compare it with the prediction.
+
+    There is no comparison if the prediction `row` is for one of several ranks.
+    """
     from surefoot.prove import memory as room
 
     layout = row.get("layout", "1")

@@ -1,4 +1,4 @@
-"""`surefoot prove`."""
+"""Command `surefoot prove`."""
 
 from __future__ import annotations
 

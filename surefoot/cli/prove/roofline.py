@@ -1,4 +1,4 @@
-"""`surefoot roofline`."""
+"""Command `surefoot roofline`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,10 @@ def _peaks_alone(*, json: bool, tell: Any) -> None:
 
 
 def _check_folder(folder: Path) -> None:
-    """Raise StorageError if no file can be written, before a minute is spent on measuring."""
+    """Raise StorageError if no file can be written to `folder`.
+
+    The command calls this function first, because measuring takes a minute.
+    """
     import tempfile
 
     try:
@@ -133,7 +136,16 @@ def _check_folder(folder: Path) -> None:
 
 
 def _write(path: Path, row: dict[str, Any], *, run: Path | None) -> None:
-    """Write to a draft and rename it, so that a reader sees the old file or the whole new one."""
+    """Write `row` as JSON, atomically: a reader sees the old file or the complete new one.
+
+    Args:
+        path: path of the file.
+        row: content of the file.
+        run: run folder that contains the path; None for a path that the user chose.
+
+    Raises:
+        StorageError: if the file cannot be written.
+    """
     import json
 
     from surefoot.contract.run_folder import files
@@ -262,7 +274,10 @@ def _pairs(found: MeasuredRooflinePoint) -> list[tuple[str, str]]:
 
 
 def _print_points(title: str, kind: str, found: MeasuredRooflinePoint) -> None:
-    """Print the points that take the most time, with their share of the operators' time."""
+    """Print a table of the operators or modules that take the most time.
+
+    `kind` is "operator" or "module". Shares are relative to the time of all operators.
+    """
 
     timed = [
         each
@@ -296,7 +311,10 @@ def _cells(point: Point, with_dtype: bool, total_s: float) -> list[str]:
 
 
 def _draw(found: MeasuredRooflinePoint) -> None:
-    """Plot the roof of the dtype with the most FLOPs, and the operators that take the most time."""
+    """Plot the roofline with the operators that take the most time.
+
+    The roof is that of the dtype with the most FLOPs.
+    """
     from surefoot.cli.plot import overlay, terminal_style
     from surefoot.core.cost.roofline import attainable_flops_per_s
 

@@ -1,4 +1,4 @@
-"""`surefoot tune-loader`."""
+"""Command `surefoot tune-loader`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot verify`."""
+"""Command `surefoot verify`."""
 
 from __future__ import annotations
 
@@ -165,7 +165,12 @@ def verify(
 
 
 def _refuse_idle(way: str, given: Mapping[str, object]) -> None:
-    """Raise InputError for a given flag that has no effect on what is verified."""
+    """Raise InputError if a flag was given that has no effect on the selected test.
+
+    Args:
+        way: selected test, a key of `USED`.
+        given: value of each flag; None if it was not given.
+    """
     idle = [flag for flag, value in given.items() if value is not None and flag not in USED[way]]
     if idle:
         raise InputError(
@@ -177,7 +182,7 @@ def _refuse_idle(way: str, given: Mapping[str, object]) -> None:
 def _check_resume(
     spec: str | None, command: str | None, state: Path | None, steps: int, kills: int
 ) -> None:
-    """Raise InputError if the flags do not describe runs that are killed and resumed."""
+    """Raise InputError if the flags do not define a valid test of killed and resumed runs."""
     if (spec is None) == (command is None):
         raise InputError(
             "verify needs either a SPEC or --command",
@@ -306,7 +311,11 @@ def _verify_layouts(
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    """Yield the folder for the runs: `keep`, new or empty, or a temporary one that is deleted."""
+    """Yield the folder for the runs: `keep`, or a temporary folder that is deleted afterwards.
+
+    Raises:
+        InputError: if `keep` is not empty, or if the folder cannot be created or written.
+    """
     with contextlib.ExitStack() as stack:
         stack.enter_context(exit_on_signal())
         try:
@@ -328,7 +337,9 @@ def _folder(keep: Path | None) -> Iterator[Path]:
 def _create_folder(keep: Path) -> Path:
     """Create the folder and check that files can be written to it.
 
-    Raises OSError if they cannot, InputError if the folder is not empty.
+    Raises:
+        OSError: if files cannot be written.
+        InputError: if the folder is not empty.
     """
     if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
         raise InputError(f"--keep {keep} is not an empty folder", hint="give a new or empty folder")

@@ -1,4 +1,7 @@
-"""`surefoot whatif batch`, `compile`, `kernels`, `activation-checkpointing`, `fit` and `noise`."""
+"""Commands of `surefoot whatif`.
+
+They are `batch`, `compile`, `activation-checkpointing`, `fit`, `kernels` and `noise`.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ app = typer.Typer(
     help="Measure what another batch size, compiling or activation checkpointing would change.",
 )
 
-# that show a gain: statistics.FIRST_LOOK, whose module would load NumPy for every command
+# the fewest rounds that can show a gain: statistics.FIRST_LOOK, whose module loads NumPy
 FEWEST_ROUNDS = 7
 COLUMNS = (
     "batch",
@@ -108,7 +111,7 @@ def _read(
     data: str | None,
     task: str | None,
 ) -> RunSpec:
-    """Return the spec, or that of the run folder, with the overrides of the command line."""
+    """Read a spec, or the spec of a run folder, and apply the overrides of the command line."""
     stated = options.overrides(set_, seed=seed, data=data)
     return options.read_spec_or_run(command, given, stated, task).spec
 
@@ -268,9 +271,10 @@ def fit(
 
 
 def _remedy_hint(given: str, found: FitSearch) -> str:
-    """Return a hint where nothing fits: a spec with smaller tensors, or more memory.
+    """Return a hint for the case that no microbatch fits into the memory limit.
 
-    More memory is the hint where the tensors are not what exceeds the limit.
+    If the tensors exceed the limit, the hint is a command that finds a spec with smaller tensors.
+    If the limit is exceeded even without tensors, the hint is a larger limit.
     """
     from surefoot.prove.whatif.fit import subtract_margin
 

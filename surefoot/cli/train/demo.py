@@ -1,4 +1,4 @@
-"""`surefoot demo`."""
+"""Command `surefoot demo`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from surefoot.cli import options
 from surefoot.cli.options import JsonOption, TracebackOption
 
-# one that may gain, a tempting one that changes the results, and finally a rank per core
+# one that may be faster, one rank per core, and a tempting one that changes the results
 RUNGS, OWN_RUNG = "fused,data parallel", "no clipping: optim.clip=0"
 PAIRS, SAMPLES = 7, 2000
 

@@ -1,4 +1,4 @@
-"""`surefoot evaluate`."""
+"""Command `surefoot evaluate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`surefoot init`."""
+"""Command `surefoot init`."""
 
 from __future__ import annotations
 

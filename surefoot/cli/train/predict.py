@@ -1,4 +1,4 @@
-"""`surefoot predict`."""
+"""Command `surefoot predict`."""
 
 from __future__ import annotations
 

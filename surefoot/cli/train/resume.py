@@ -1,4 +1,4 @@
-"""`surefoot resume`."""
+"""Command `surefoot resume`."""
 
 from __future__ import annotations
 
@@ -137,7 +137,15 @@ def resume(
 
 
 def _start(run: Path, from_: str | None, *, is_fork: bool, weights_only: bool) -> Start | None:
-    """Return the checkpoint from which a new run starts; None if the run resumes in its folder."""
+    """Return the checkpoint from which a fork starts; None if the run resumes in its own folder.
+
+    Args:
+        run: run folder.
+        from_: value of `--from`: "best", "last", a step number, or None for the newest checkpoint.
+        is_fork: True if `--fork` or `--weights-only` is given. Without them, a step that is not the
+            newest starts a fork too, and a warning is printed.
+        weights_only: True to start from the weights alone.
+    """
     from surefoot.contract import commits
     from surefoot.train.resume.start import Start, newest_sound
 

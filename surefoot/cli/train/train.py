@@ -1,4 +1,4 @@
-"""`surefoot train`."""
+"""Command `surefoot train`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def train(
 
 
 def _start(weights: str, *, partial: bool = False) -> Start:
-    """Return the checkpoint that `--weights` names."""
+    """Return the checkpoint that the value of `--weights` names; for a run folder, its best one."""
     from surefoot.cli.operate import stored
     from surefoot.train.resume.start import Start
 
@@ -133,7 +133,7 @@ def _start(weights: str, *, partial: bool = False) -> Start:
 
 
 def _started_from(run: Path, weights: str) -> bool:
-    """Return whether the run in `run` started from the weights that `weights` names."""
+    """Return whether the run in folder `run` started from the checkpoint that `weights` names."""
     from surefoot.contract import events
 
     start = _start(weights)
@@ -147,15 +147,18 @@ def _started_from(run: Path, weights: str) -> bool:
 
 
 def lengthen(ended: Ended) -> str:
-    """Return the option that gives a fork of a run steps to train.
+    """Return a `--steps` option with which a fork of a finished run has steps left to train.
 
-    A run that was stopped early has some left, so its fork needs no option.
+    A run that was stopped early has steps left, so its fork needs no option: the result is "".
     """
     return "" if ended.outcome == "stopped" else f" --steps {2 * max(1, ended.step)}"
 
 
 def tell_finished(run: Path, spec: RunSpec, *, json: bool) -> bool:
-    """Print how the run in `run` ended, if it has this spec and is finished; return whether so."""
+    """Return whether the run in folder `run` has this spec and nothing left to train.
+
+    If so, rank 0 prints how the run ended.
+    """
     from surefoot.contract import events
     from surefoot.core import place
 
@@ -192,7 +195,7 @@ def _print_summary(summary: Mapping[str, Any], title: str, *, json: bool) -> Non
 
 
 def finish(attempt: Run, *, json: bool) -> int:
-    """Train a run to its end and print how it ended; return the exit code."""
+    """Train a run to its end, print the result on the first rank, and return the exit code."""
     from surefoot.core import flight, place
     from surefoot.train.run import drive
 

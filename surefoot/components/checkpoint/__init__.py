@@ -1,6 +1,8 @@
-"""Checkpoints: saved in the background into a draft folder, synced, made visible by a rename.
+"""Checkpoints: writing, verification and restoration.
 
-Every byte is verified against its digest when a checkpoint is loaded.
+A checkpoint is written in the background into a hidden folder. The folder is synced to disk and
+then renamed, so that an incomplete checkpoint is never visible. When a checkpoint is loaded, every
+byte is verified against its SHA-256 digest.
 """
 
 from surefoot.components.checkpoint.background import Saver, SaveResult

@@ -1,7 +1,9 @@
-"""Background saving: the state is copied during the next step, and written during training.
+"""Background saving of checkpoints.
 
-At most one save is in flight. The caller must call `before_update` before anything in the state
-changes; it waits for the copy, not for the write.
+A background thread copies the state to host memory during the next step, and writes the copy to
+disk while training continues. At most one save runs at a time. The caller must call
+`Saver.before_update` before a tensor of the state changes. That call waits until the copy is
+complete, but not until it is written.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ Write = Callable[[Content, Callable[[], bool]], Manifest]
 class SaveResult:
     """Result of one save: the manifest of the checkpoint, or the error that prevented it.
 
-    `waited_s` is the time for which the save blocked training.
+    `elapsed_s` is the duration of the save in seconds. `waited_s` is the part of it during which
+    training was blocked.
     """
 
     step: int
@@ -39,7 +42,14 @@ class SaveResult:
 
 
 class Saver:
-    """Saves with `write(content, may_commit)`, in a background thread or synchronously."""
+    """Writer of checkpoints, in a background thread or synchronously.
+
+    Args:
+        write: Function of (content, may_commit) that writes a checkpoint and returns its manifest.
+            It must call `may_commit` before it makes the checkpoint visible: `may_commit` returns
+            True once the copy is known to be consistent, and raises StorageError if a tensor
+            changed while it was copied.
+    """
 
     def __init__(self, write: Write) -> None:
         self._write: Final = write
@@ -56,7 +66,10 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def save_now(self, content: Content) -> SaveResult:
-        """Save synchronously from the tensors of the state, which must not change meanwhile."""
+        """Save `content` synchronously, without a copy; its tensors must not change meanwhile.
+
+        A SurefootError is returned in the result, not raised.
+        """
         started_s = time.perf_counter()
         try:
             made = self._write(content, lambda: True)
@@ -67,10 +80,15 @@ class Saver:
         return SaveResult(content.step, elapsed_s, elapsed_s, made)
 
     def begin(self, content: Content, moving: Mapping[str, Mapping[str, Tensor]]) -> bool:
-        """Start a background save of `content` and of the tensors in `moving`, grouped by file.
+        """Start a background save of `content`, together with the tensors in `moving`.
 
-        The tensors of `moving` are copied before `before_update` returns. `finish` must have
-        returned the result of the previous save. Returns False if the system cannot start a thread.
+        Returns False, without saving, if the system cannot start a thread. The result of the
+        previous save must have been returned by `finish` before.
+
+        Args:
+            content: State that does not change any more; it is written without a copy.
+            moving: Tensors that training may change, by file and tensor name. They are copied
+                before `before_update` returns.
         """
         self._done, self._crash, self._torn, self._waited_s = None, None, None, 0.0
         self._confirmed.clear()
@@ -131,7 +149,10 @@ class Saver:
         return True
 
     def before_update(self) -> None:
-        """Wait until the copy of the state is complete; after that the state may change."""
+        """Wait until the background save has copied the state; after that the state may change.
+
+        Returns at once if no save is running.
+        """
         if self._thread is None or self._confirmed.is_set():
             return
         started_s = time.perf_counter()
@@ -141,10 +162,10 @@ class Saver:
         self._confirmed.set()
 
     def finish(self, *, wait: bool) -> SaveResult | None:
-        """Return the result of the save in flight, once.
+        """Return the result of the background save, once.
 
-        Returns None if no save is in flight, or if it is still running and `wait` is False. An
-        exception that is not a SurefootError is raised again.
+        Returns None if no save was started, or if the save still runs and `wait` is False. An
+        exception of the save that is not a SurefootError is raised here.
         """
         if self._thread is None:
             return None
@@ -161,7 +182,10 @@ class Saver:
         return done if done is None else replace(done, waited_s=done.waited_s + blocked_s)
 
     def abandon(self) -> None:
-        """Wait for a save in flight and discard its result."""
+        """Wait for a running background save to end, and discard its result.
+
+        The checkpoint that the save has written is not deleted.
+        """
         if self._thread is not None:
             self.before_update()
             self._thread.join()

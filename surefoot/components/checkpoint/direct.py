@@ -1,7 +1,7 @@
-"""Writing of large new files past the page cache, so that a save takes no memory from training.
+"""Writing of large new files with direct I/O, which bypasses the page cache.
 
-Where the system refuses direct I/O (tmpfs, some network file systems; macOS), the same bytes are
-written through the page cache.
+A save then takes no memory from training. If the system does not support direct I/O (tmpfs, some
+network file systems, macOS), the same bytes are written through the page cache.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ BUFFER_BYTES = 4 << 20  # larger buffers take longer to allocate than they save
 
 
 def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
-    """Write the bytes of `buffers` in order into a new file, and sync it. Raises OSError."""
+    """Write the bytes of `buffers` in order into a new file, and sync it to disk.
+
+    Raises OSError, for example FileExistsError if the file exists.
+    """
     descriptor = _open_new(path)
     try:
         for block in _prefetch_blocks(_aligned_blocks(buffers)):
@@ -32,9 +35,9 @@ def write_new(path: Path, buffers: Iterable[memoryview]) -> None:
 
 
 def _prefetch_blocks(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield `blocks`; a second thread fills the next block while the caller uses the current.
+    """Yield `blocks`, while a second thread fills the next block.
 
-    A single block that is not full is yielded without a second thread.
+    A first block that is not full is the only one; it is yielded without a second thread.
     """
     block = next(blocks, None)
     if block is not None and len(block) < BUFFER_BYTES:
@@ -48,9 +51,9 @@ def _prefetch_blocks(blocks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
 
 
 def _aligned_blocks(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
-    """Yield the bytes of `buffers` in aligned blocks of BUFFER_BYTES; the last may be shorter.
+    """Yield the bytes of `buffers` in memory-aligned blocks of BUFFER_BYTES.
 
-    A block stays valid until the second block after it is requested.
+    The last block may be shorter. A block stays valid until the second block after it is requested.
     """
     room = np.empty(2 * BUFFER_BYTES + BLOCK_BYTES, np.uint8)
     start = -room.ctypes.data % BLOCK_BYTES
@@ -73,7 +76,11 @@ def _aligned_blocks(buffers: Iterable[memoryview]) -> Iterator[np.ndarray]:
 
 
 def _write(descriptor: int, block: np.ndarray) -> None:
-    """Write whole blocks directly, and the remaining bytes at the end through the page cache."""
+    """Write `block` to a file with direct I/O.
+
+    Direct I/O needs a multiple of BLOCK_BYTES. The remaining bytes at the end of the block are
+    written through the page cache.
+    """
     whole = len(block) - len(block) % BLOCK_BYTES
     _write_all(descriptor, block[:whole].data)
     if whole < len(block):

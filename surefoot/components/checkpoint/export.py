@@ -1,7 +1,8 @@
-"""Export to safetensors, torch.export or ONNX, compared with the model on real inputs.
+"""Export of a model to safetensors, torch.export or ONNX, with a check of the file.
 
-The exported file is read back and run. Its outputs must equal the model's to 1e-5 in evaluation
-mode before the file gets its name; otherwise the file is deleted.
+The file is written under a temporary name, read back, and run on real inputs. It gets its final
+name if its outputs equal those of the model in evaluation mode to within 1e-5. Otherwise it is
+deleted.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ ENDINGS: Mapping[str, Format] = {
 class ExportResult:
     """Result of an export.
 
-    `max_error` is the largest difference of an output, relative where the output is above 1.
-    `batch` is the batch size that the file accepts, None for any. `holds` is False if the outputs
-    differ; the file is then deleted.
+    `max_error` is the largest difference between an output of the exported file and that of the
+    model, relative for outputs whose magnitude is above 1. `holds` is False if `max_error` is above
+    1e-5; the file has then been deleted. `batch` is the only batch size that the file accepts; None
+    means any.
     """
 
     path: Path
@@ -72,9 +74,9 @@ class ModelCall:
 
 
 def capture(model: nn.Module, forward: Callable[[], Any]) -> ModelCall:
-    """Run `forward()` and return the one call of `model` that it makes.
+    """Run `forward()`, and return the arguments and the output of its call of `model`.
 
-    Raises TaskError if `forward` calls the model several times or not at all.
+    Raises TaskError unless `forward` calls the model exactly once.
     """
     calls: list[ModelCall] = []
 
@@ -102,11 +104,23 @@ def export_weights(
     forward: Callable[[nn.Module], Any],
     path: Path,
 ) -> ExportResult:
-    """Write the state dict as safetensors, a tied tensor under each name, for a strict load.
+    """Write the state dict of `model` as safetensors, and check that a new model can load it.
 
-    A second model from `build` loads the file with `load_state_dict` and must give the same
-    outputs. Raises TaskError for a state dict that holds more than tensors or that the model itself
-    refuses, and StorageError if the file cannot be written.
+    A tied tensor is written under each of its names, so that `load_state_dict(strict=True)` accepts
+    the file. A second model loads the file. If its outputs differ from those of `model`, the file
+    is deleted, and `holds` of the result is False.
+
+    Args:
+        model: The model, in evaluation mode.
+        build: Function that builds the second model.
+        forward: Function that runs a given model on real inputs and returns the output.
+        path: The file to write.
+
+    Raises:
+        InputError: If `path` exists, is inside a checkpoint, or has no parent folder.
+        TaskError: If the state dict contains a value that is not a tensor, or if the second model
+            refuses the state dict.
+        StorageError: If the file cannot be written.
     """
     draft = _make_draft_path(path)
     state = _clone_shared_tensors(model.state_dict())
@@ -134,7 +148,7 @@ def export_weights(
 
 
 def _clone_shared_tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a state dict, each with separate storage, as safetensors requires.
+    """Return contiguous tensors of a state dict that share no storage, as safetensors requires.
 
     Raises TaskError for a value that is not a tensor.
     """
@@ -164,18 +178,21 @@ def export_graph(
 ) -> ExportResult:
     """Write the model as a graph that runs without the code of the model.
 
-    The batch size of the graph is dynamic if the outputs match for both calls; otherwise it is
-    fixed to that of the first call. A dataclass in the output becomes a dict.
+    If the outputs of a graph with a dynamic batch size match those of the model in all calls, that
+    graph is written. Otherwise the batch size is fixed to that of the first call. A dataclass in
+    the output becomes a dict.
 
     Args:
         model: The model.
-        calls: Two calls with different batch sizes, the larger first.
-        path: The file.
+        calls: Recorded calls of the model: two with different batch sizes, the larger first, or
+            one.
+        path: The file to write.
         kind: Format of the file.
 
     Raises:
-        TaskError: For a model that cannot be traced.
-        MissingExtra: If ONNX is needed and not installed.
+        InputError: If `path` exists, is inside a checkpoint, or has no parent folder.
+        TaskError: If the model cannot be exported.
+        MissingExtra: If `kind` is "onnx" and the ONNX packages are not installed.
     """
     # a file has no class of the user's
     handle = model.register_forward_hook(lambda module, args, output: _without_dataclasses(output))
@@ -227,7 +244,7 @@ def _write_export(
 def _write_onnx(
     model: nn.Module, call: ModelCall, shapes: Any, draft: Path
 ) -> Callable[[ModelCall], Any]:
-    """Write the model as ONNX; return a function that runs the file.
+    """Write the model as ONNX, and return a function that runs the file.
 
     The function uses the reference evaluator of the onnx package, which needs no other runtime.
     """
@@ -262,7 +279,10 @@ def _write_onnx(
 
 
 def _free_batch(model: nn.Module, call: ModelCall, size: int | None) -> Any:
-    """Return `dynamic_shapes`, with dimension 0 dynamic where its size is `size`."""
+    """Return `dynamic_shapes` for torch.export, in which the batch size is dynamic.
+
+    Dimension 0 of a tensor counts as its batch size if it equals `size`.
+    """
 
     def free(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -282,10 +302,11 @@ def _batch_size(call: ModelCall) -> int | None:
 
 
 def max_error(one: Any, other: Any) -> float:
-    """Return the largest difference between two outputs, relative where a magnitude is above 1.
+    """Return the largest difference between the tensors of two outputs.
 
-    The result is infinite if the shapes differ, if there are no tensors, or if only one of two
-    elements is non-finite.
+    The difference of two elements is divided by the larger magnitude, if that is above 1. The
+    result is infinite if the shapes differ, if there are no tensors, or if a non-finite element
+    differs from its counterpart.
 
     >>> max_error(torch.tensor([1.0, 200.0]), {"logits": torch.tensor([1.0, 202.0])}) < 0.01
     True
@@ -305,14 +326,15 @@ def max_error(one: Any, other: Any) -> float:
 
 
 def leaves(value: Any) -> Iterator[Tensor]:
-    """Return every tensor of an output in order, without its graph."""
+    """Return an iterator over the tensors of a nested output, detached from the autograd graph."""
     return (each.detach() for each in find_tensors(value))
 
 
 def _without_dataclasses(value: Any) -> Any:
-    """Return an output with a dict of the fields that are set in place of each dataclass.
+    """Return a nested output in which each dataclass is replaced by a dict of its fields.
 
-    A mapping that is a dataclass too, as the outputs of Hugging Face, stays as it is.
+    Fields that are None are left out. A dataclass that is also a mapping, such as `ModelOutput` of
+    Hugging Face, is unchanged.
     """
     if isinstance(value, list) or type(value) is tuple:
         return type(value)(_without_dataclasses(part) for part in value)
@@ -355,7 +377,7 @@ def _make_draft_path(path: Path) -> Path:
 def _commit_draft(
     draft: Path, path: Path, kind: Format, error: float, batch: int | None
 ) -> ExportResult:
-    """Rename the draft to `path`, or delete it if its outputs differ from the model's."""
+    """Rename the file `draft` to `path`, or delete it if `error` is above 1e-5."""
     made = ExportResult(path, kind, draft.stat().st_size, error, batch)
     if made.holds:
         apply_umask(draft)  # safetensors creates files that only their owner can read

@@ -1,6 +1,8 @@
-"""Loading of checkpoints: names, shapes and dtypes are compared first, then bytes are hashed.
+"""Loading of checkpoints.
 
-A damaged checkpoint is renamed to `.bad-step-...`, never deleted, and the next older one is loaded.
+Names, shapes and dtypes are compared with the model first. Then the digest of every byte is
+verified. A damaged checkpoint is never deleted: it is renamed to `.bad-step-...`, and the next
+older one is loaded.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ PART = re.compile(r"(.*)-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 class Commit:
-    """Checkpoint whose manifest is read at once, and whose files are read and verified later.
+    """Checkpoint on disk, whose manifest is read at once and whose files are read on request.
 
     Args:
-        run: The folder of the checkpoints: a run folder, or the `folder` of `save`.
+        run: The folder of the checkpoints: a run folder, or the `folder` that was passed to `save`.
         step: The step of the checkpoint.
 
     Raises:
@@ -45,9 +47,10 @@ class Commit:
         self._entries = {entry.name: entry for entry in self.manifest.files}
 
     def names(self, file: str) -> list[str]:
-        """Return the names of the files that make up `file`, or of all tensor files if empty.
+        """Return the names of the files in which the tensors of `file` are stored.
 
-        These are the file itself, as each rank wrote it, or the parts into which it was split.
+        The tensors are in one file, in one file per rank, or in numbered parts. If `file` is empty,
+        the names of all tensor files are returned.
         """
         held = [entry.name for entry in self.manifest.files if entry.tensors is not None]
         # one file, or one file per rank
@@ -60,7 +63,10 @@ class Commit:
         ]
 
     def pieces(self, file: str) -> dict[str, Piece]:
-        """Return the tensors in the files of `file`, each with the shape of the whole tensor."""
+        """Return the dtype and the shape of each tensor of `file`, as `Piece` objects by name.
+
+        The shape is that of the whole tensor, even if each rank has stored a shard of it.
+        """
         return {
             name: files.whole_piece(piece)
             for each in self.names(file)
@@ -68,9 +74,15 @@ class Commit:
         }
 
     def read(self, file: str, give: files.Give = files.create) -> dict[str, Tensor]:
-        """Read every tensor of `file` into the tensors that `give` returns.
+        """Read the tensors of `file`, verify their digests, and return them by name.
 
-        Raises RunFolderError if a file is damaged or missing.
+        Args:
+            file: Name of a tensor file, such as model.safetensors; empty for all tensor files.
+            give: Function of a tensor's name and its `Piece` that returns the tensor to read into.
+                By default, a new tensor on the host is created.
+
+        Raises:
+            RunFolderError: If a file is damaged or missing.
         """
         if not (names := self.names(file)) and file:
             raise RunFolderError(
@@ -88,9 +100,9 @@ class Commit:
         return found
 
     def text(self, name: str) -> bytes:
-        """Return the contents of a small file.
+        """Return the verified contents of a file without tensors, such as state.json.
 
-        Raises RunFolderError if the file is missing, damaged, or larger than memory.
+        Raises RunFolderError if the file is missing, damaged, or larger than the available memory.
         """
         entry = self._entry(name)
         with (
@@ -120,9 +132,11 @@ class Commit:
 
 
 def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bool = False) -> None:
-    """Read the tensors of `file` into those of the state dict `own`.
+    """Read the tensors of `file` in a checkpoint into those of the state dict `own`, in place.
 
-    A tied tensor is stored once, under any of its names.
+    A tied tensor is stored once, under any of its names. With `widen`, bf16 may be read into fp32.
+    Raises RunFolderError if the tensors do not fit (before any of them changes), or if the file is
+    damaged.
     """
     stored = commit.pieces(file)
     live = {
@@ -137,9 +151,15 @@ def read_weights(commit: Commit, own: Mapping[str, Any], file: str, *, widen: bo
 def check_fit(
     place: Path, stored: Mapping[str, Piece], live: Mapping[str, Tensor], *, widen: bool = False
 ) -> None:
-    """Raise RunFolderError, listing all differences, unless `stored` fits the tensors of `live`.
+    """Raise RunFolderError if the stored tensors do not fit the tensors of the model.
 
-    With `widen`, bf16 may be read into fp32.
+    The error lists the differences in names, shapes and dtypes.
+
+    Args:
+        place: Folder of the checkpoint, for the error.
+        stored: The tensors in the checkpoint, by name.
+        live: The tensors of the model, by name.
+        widen: Allow bf16 to be read into fp32.
     """
     held = {identity(live[name]) for name in stored if name in live}
     missing = [
@@ -177,7 +197,10 @@ def check_fit(
 
 
 def _find_way(stored: Collection[str], live: Collection[str]) -> str:
-    """Return a hint for weights that do not fit, with or without `torch.compile`."""
+    """Return a hint for weights that do not fit the model.
+
+    The hint is different if only one of the two models is wrapped by torch.compile.
+    """
     was_compiled, is_compiled = (
         any(COMPILED in name for name in names) for names in (stored, live)
     )
@@ -197,7 +220,10 @@ def _find_way(stored: Collection[str], live: Collection[str]) -> str:
 
 
 def identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Return a key that is the same for all names of one tensor."""
+    """Return a key that is equal for all names of a tied tensor.
+
+    It consists of the address, the shape and the strides of the tensor.
+    """
     if part_of(tensor) is not None:
         return id(tensor), (), ()  # a shard may have no rows, and then it has no data pointer
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
@@ -206,12 +232,12 @@ def identity(tensor: Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 def newest_loadable(
     run: Path, load: Callable[[Commit], None], *, at_most: int | None = None
 ) -> tuple[int | None, list[str]]:
-    """Load the newest undamaged checkpoint, and set damaged ones aside.
+    """Load the newest undamaged checkpoint, and rename the damaged ones.
 
-    A checkpoint is verified completely before `load` is called, so if every checkpoint is damaged,
-    nothing changes, and the run starts from step 0. An error of `load` for an undamaged checkpoint
-    that does not fit is raised, because an older checkpoint would not fit either. Checkpoints that
-    contain only weights are skipped.
+    Every byte of a checkpoint is verified before `load` is called. If every checkpoint is damaged,
+    `load` is not called. An error of `load`, for example because the checkpoint does not fit the
+    model, is raised, since an older checkpoint would not fit either. Checkpoints that contain only
+    weights are skipped.
 
     Args:
         run: The run folder.
@@ -219,7 +245,8 @@ def newest_loadable(
         at_most: Largest step to load; None for no limit.
 
     Returns:
-        The step (None if there is none) and a message about each damaged checkpoint.
+        The step of the loaded checkpoint (None if there is none), and a message about each damaged
+        checkpoint.
     """
     troubles: list[str] = []
     for step in reversed(commits.readable_steps(run)):
@@ -233,9 +260,11 @@ def newest_loadable(
 
 
 def _check_newest(run: Path, step: int, troubles: list[str]) -> Manifest | None:
-    """Verify the checkpoint of a step, or the one that it replaces if it is damaged.
+    """Verify the checkpoint of a step, and return its manifest.
 
-    Returns None if neither is whole; a message about each damaged one is added to `troubles`.
+    A damaged checkpoint is renamed, and a message about it is added to `troubles`. If it was about
+    to replace an older checkpoint of the same step, that one is verified instead. Returns None if
+    no checkpoint of the step is undamaged.
     """
     while (folder := commits.find_folder(run, step)) is not None:
         try:

@@ -1,7 +1,8 @@
-"""State of a module for a checkpoint: its tensors, computed state dict entries, hidden buffers.
+"""State of a module for a checkpoint, including the state that its state dict omits.
 
-A state dict may hold more than the tensors of the module (`get_extra_state`, state dict hooks) and
-less (non-persistent buffers, which still decide how training continues).
+A state dict may contain more than the tensors of the module: the results of `get_extra_state` and
+of state dict hooks. It may also contain less: non-persistent buffers are missing, although training
+depends on them.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from surefoot.runtime.attributes.values import find_owner
 
 
 class ModuleTensors(NamedTuple):
-    """State of a module.
+    """State of a module for a checkpoint.
 
-    `tensors` are its live tensors by state dict name, `extra` the other entries of the state dict,
-    `buffers` the buffers that the state dict omits.
+    `tensors` are its parameters and buffers, not copied, by their names in the state dict. `extra`
+    are the other entries of the state dict. `buffers` are the buffers that the state dict omits.
     """
 
     tensors: dict[str, Tensor]
@@ -41,11 +42,19 @@ class ModuleTensors(NamedTuple):
 
 
 def module_state(module: nn.Module, stored: Collection[str] | None = None) -> ModuleTensors:
-    """Return the state of a module. Raises TaskError for a lazy layer that has no tensors yet.
+    """Return the state of a module for a checkpoint.
 
-    A custom state dict may return a tensor with other values (a cast); the live tensor is saved
-    instead. A custom state dict may also omit parameters: those that require gradients are saved
-    all the same, or, with `stored` (names in a checkpoint), those whose names are in `stored`.
+    A custom `state_dict` may return a changed copy of a parameter, such as a cast; the parameter
+    itself is returned instead. A custom `state_dict` may also omit parameters. Those that require
+    gradients are returned all the same. When a checkpoint is loaded, those whose names are in
+    `stored` are returned instead.
+
+    Args:
+        module: The module.
+        stored: Names of the tensors in the checkpoint to load; None when a checkpoint is saved.
+
+    Raises:
+        TaskError: For a lazy layer whose parameters have no shape yet.
     """
     for name, each in chain(module.named_parameters(), module.named_buffers()):
         check_shaped(name, each)
@@ -94,14 +103,14 @@ def module_state(module: nn.Module, stored: Collection[str] | None = None) -> Mo
 def _is_flattened(module: nn.Module) -> bool:
     """Return whether FSDP1 has flattened the parameters of a module.
 
-    The state dict of such a module assembles the original tensors.
+    The state dict of such a module contains the original parameters, assembled from the flat ones.
     """
     kind = _class_if_imported("torch.distributed.fsdp", "FullyShardedDataParallel")
     return any(isinstance(each, kind) for each in module.modules())
 
 
 def check_shaped(name: str, tensor: Tensor) -> None:
-    """Raise TaskError for a tensor of a lazy layer that has not processed a batch yet."""
+    """Raise TaskError if `tensor` belongs to a lazy layer that has not processed a batch yet."""
     if is_lazy(tensor):
         raise TaskError(
             f"{name} has no shape yet: its module is lazy",
@@ -110,14 +119,21 @@ def check_shaped(name: str, tensor: Tensor) -> None:
 
 
 def _memory_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key for the memory of a tensor; for a tensor that is not dense, its identity."""
+    """Return a key that is equal for tensors with the same memory, shape, strides and dtype.
+
+    The key of a sparse or nested tensor is its `id`.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested:
         return (id(tensor),)
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def check_buffers(module: nn.Module, names: Iterable[str]) -> None:
-    """Raise RunFolderError if `put_back_buffers` would find no layer for one of `names`."""
+    """Raise RunFolderError if `put_back_buffers` could not restore one of the buffers `names`.
+
+    That is the case if the module of the buffer does not exist, or if the name of the buffer
+    belongs to a different attribute.
+    """
     for name in names:
         above, _, leaf = name.rpartition(".")
         try:
@@ -142,13 +158,20 @@ def _has_form(held: Any, piece: Piece) -> bool:
 def match_buffers(
     module: nn.Module, pieces: Mapping[str, Piece], forms: Mapping[str, bool]
 ) -> Callable[[], None]:
-    """Give the buffers of a module the form that they have in a checkpoint; return the undo.
+    """Change the buffers of a module to the shapes and dtypes that they have in a checkpoint.
+
+    Only buffers that are None, and buffers in `forms`, are changed.
 
     Args:
         module: The module, changed in place.
-        pieces: Stored tensors by buffer name; a buffer that is None gets a tensor of this form.
-        forms: Buffers that the forward pass replaces or registers: True if the checkpoint has a
-            tensor for it, which replaces any other form; False if the buffer was None.
+        pieces: Shape and dtype of the stored tensors, by name. A buffer that is None becomes such a
+            tensor.
+        forms: Buffers that a forward pass had replaced or registered when the checkpoint was saved.
+            True means that the checkpoint has a tensor for the buffer, and that the buffer gets its
+            shape and dtype. False means that the buffer was None, and is set to None.
+
+    Returns:
+        A function that undoes the changes.
     """
     before = list[tuple[nn.Module, str, Any]]()
     near = next((each.device for each in module.parameters()), torch.device("cpu"))
@@ -182,14 +205,14 @@ def put_back_buffers(
 ) -> None:
     """Restore the saved non-persistent buffers of a module.
 
-    A saved tensor is copied into the buffer of its name. If the module has no such buffer, because
-    only the forward pass creates it, the buffer is registered.
+    A saved tensor is copied into the buffer of the same name. If the module has no such buffer yet,
+    because only the forward pass creates it, the buffer is registered.
 
     Args:
         module: The module, changed in place.
         saved: The saved tensors, by buffer name.
-        keep_others: Keep a buffer of a different shape, and cast to a different dtype; otherwise
-            such a buffer is replaced.
+        keep_others: If a buffer has a different shape than the saved tensor, keep it; if only the
+            dtype is different, cast the saved tensor. By default, such a buffer is replaced.
     """
     for name, value in saved.items():
         above, _, leaf = name.rpartition(".")
@@ -209,7 +232,11 @@ def put_back_buffers(
 
 
 def encode_storable(module: nn.Module, changed: AttributeChanges) -> tuple[Stored, tuple[str, ...]]:
-    """Return the changed attributes that a checkpoint can hold, encoded, and names of the rest."""
+    """Encode the changed attributes of a module that a checkpoint can store.
+
+    Returns the encoded attributes, for `put_back_attributes`, and the names and types of the
+    attributes that cannot be stored.
+    """
     values, unsaved = {}, list(changed.unsaved)
     for name, value in changed.values.items():
         try:
@@ -223,7 +250,10 @@ def encode_storable(module: nn.Module, changed: AttributeChanges) -> tuple[Store
 
 
 def put_back_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
-    """Load the extra entries of a saved state dict; the tensors of the module keep their values."""
+    """Load the entries of a saved state dict that are not tensors of the module.
+
+    Parameters and buffers keep their values.
+    """
     if extra:
         module.load_state_dict({**module.state_dict(), **extra}, strict=False)
 
@@ -232,7 +262,11 @@ def put_back_extra(module: nn.Module, extra: Mapping[str, Any]) -> None:
 
 
 class LocalShard(NamedTuple):
-    """Shard of a DTensor in a saved tree, as a rank holds it; `layout` indexes `find_layouts`."""
+    """Shard of a DTensor on this rank, which stands for the DTensor in a saved state.
+
+    `layout` is the index of its mesh and placements in the list that `find_layouts` returns.
+    `shape` and `stride` are those of the whole DTensor.
+    """
 
     layout: int
     tensor: Tensor
@@ -248,9 +282,9 @@ class _Nobody:
 
 
 def _class_if_imported(module: str, name: str) -> Any:
-    """Return a class of torch if its module has been imported, else `()`.
+    """Return a class of torch if its module has been imported, else an empty tuple.
 
-    Without the import no object of the class can exist, and `isinstance` of `()` is False.
+    Without the import, no object of the class can exist, and `isinstance(value, ())` is False.
     """
     return getattr(sys.modules.get(module), name, ())
 
@@ -260,9 +294,10 @@ def _is_sharded(value: Any) -> bool:
 
 
 def reshard(modules: Iterable[nn.Module]) -> None:
-    """Make FSDP2 release the gathered weights that a forward pass without a backward left.
+    """Release the weights that FSDP2 has gathered, so that the parameters are shards again.
 
-    The shards are what a checkpoint saves.
+    A forward pass without a backward pass leaves the weights gathered, but a checkpoint saves the
+    shards.
     """
     kind = _class_if_imported("torch.distributed.fsdp", "FSDPModule")
     for module in modules:
@@ -272,9 +307,9 @@ def reshard(modules: Iterable[nn.Module]) -> None:
 
 
 def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
-    """Return the distinct layouts of the parameters of `modules`, as (mesh, placements).
+    """Return the distinct layouts of the DTensor parameters of `modules`, as (mesh, placements).
 
-    For each mesh the list also has the layout that is replicated on every rank.
+    For each mesh, the list also contains the layout that is replicated on every rank.
     """
     parameters = [each for module in modules for each in module.parameters() if _is_sharded(each)]
     if not parameters:
@@ -291,7 +326,7 @@ def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
 
 
 def describe_layouts(layouts: Layouts) -> list[str]:
-    """Return a description of each layout, to be compared with those in a checkpoint."""
+    """Return a description of each layout, which can be compared with those in a checkpoint."""
     return [
         f"{', '.join(map(str, placements))} on {' x '.join(map(str, mesh.shape))} ranks"
         for mesh, placements in layouts
@@ -300,11 +335,11 @@ def describe_layouts(layouts: Layouts) -> list[str]:
 
 @torch.no_grad()
 def with_local_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `tensors` with this rank's shard in place of each DTensor.
+    """Return `tensors` with each DTensor replaced by the shard of this rank.
 
-    A shard along dimension 0 is marked as rows of a whole (`part_of`), any other shard with
-    `is_own`. A shard of rows that other ranks of a replicated mesh axis hold too has `is_copy` on
-    all of these ranks but one.
+    Attributes of a shard say how to save it. A shard along dimension 0 records its rows in the
+    whole tensor (see `part_of`). If several ranks have the same rows, `is_copy` is False on one of
+    them, and True on the others. Any other shard has `is_own = True`.
     """
     local = {id(each): _local_rows(each) for each in tensors.values() if _is_sharded(each)}
     return {name: local.get(id(each), each) for name, each in tensors.items()}
@@ -338,9 +373,9 @@ def _local_rows(tensor: Any) -> Tensor:
 
 
 def to_local_shards(tree: Any, layouts: Layouts) -> Any:
-    """Return `tree` with a LocalShard in place of each DTensor.
+    """Return the nested state `tree` with each DTensor replaced by a LocalShard.
 
-    Raises TaskError for a DTensor whose layout no parameter of the model has.
+    Raises TaskError for a DTensor whose mesh and placements are not in `layouts`.
     """
 
     def convert(value: Any) -> Any:
@@ -369,7 +404,7 @@ def to_local_shards(tree: Any, layouts: Layouts) -> Any:
 
 
 def to_dtensors(tree: Any, layouts: Layouts) -> Any:
-    """Return `tree` with a DTensor in place of each LocalShard."""
+    """Return the nested state `tree` with each LocalShard replaced by a DTensor."""
     if not layouts:
         return tree
     from torch.distributed.tensor import DTensor
@@ -391,9 +426,9 @@ def to_dtensors(tree: Any, layouts: Layouts) -> Any:
 
 
 def _convert(tree: Any, convert: Callable[[Any], Any]) -> Any:
-    """Return `tree` with `convert` applied to the values in its dicts, lists and tuples.
+    """Return `tree` with `convert` applied to every value in nested dicts, lists and tuples.
 
-    Containers of other types are passed to `convert` only.
+    A container of a different type is passed to `convert` as one value.
     """
     made = convert(tree)
     if made is not tree:

@@ -5,7 +5,7 @@ first = restored.step if restored else 0
 ...
 checkpoint.save(folder, step, {"model": model, "optimizer": optimizer, "best": 0.97})
 
-`load` is in `restore`.
+The function `load` is in the module `restore`.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ def save(
     stamp: Stamp = NO_STAMP,
     attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES,
 ) -> Manifest:
-    """Save `state`, and every random state, as the checkpoint of a step in `folder`.
+    """Save `state`, and the global random states, as the checkpoint of a step in `folder`.
 
-    The function returns when the checkpoint is on disk; an earlier checkpoint of the same step is
-    replaced. Only one process may save into a folder at a time, because a save deletes drafts that
-    it finds there, which a killed process may have left.
+    The function returns when the checkpoint is on disk. It replaces an earlier checkpoint of the
+    same step. Only one process may save into a folder at a time, because a save deletes the
+    incomplete checkpoints that it finds there.
 
     Args:
         folder: The folder of the checkpoints.
         step: Number of the step.
-        state: Modules, objects with a state_dict, random generators of torch, NumPy and Python,
-            tensors, arrays and numbers, by name. The module named "model" is written to
-            model.safetensors, as other programs read it.
+        state: Objects by name: modules, objects with a state_dict, random generators of torch,
+            NumPy and Python, tensors, arrays and numbers. The module named "model" is written to
+            model.safetensors, which other programs can read.
         stamp: Facts of the run for the manifest, such as the score.
         attributes: Plain attributes of modules, by the name of the module, as `encode_storable`
-            returns them; by default none are saved.
+            returns them; by default, none are saved.
 
     Returns:
         The manifest of the checkpoint.
 
     Raises:
-        TaskError: For a value that a checkpoint cannot hold.
+        TaskError: For a value that a checkpoint cannot store.
         NumbersError: For a trained parameter that is not finite.
         StorageError: If a file cannot be written; earlier checkpoints stay unchanged.
     """
@@ -90,9 +90,10 @@ def content_of(
 ) -> tuple[Content, dict[str, Tensor]]:
     """Return the content of a checkpoint of `state`, and the tensors that only this rank saves.
 
-    The latter are named `FILE/TENSOR`: shards that are not rows of a whole, and rows of a sharded
-    weight outside "model" or whose name occurs in two files. The rows that this rank holds of other
-    sharded weights are in `parts` of the content. Raises TaskError.
+    The tensors that only this rank saves have names of the form `FILE/TENSOR`. They are shards
+    along other dimensions than 0, shards of modules other than "model", and shards whose tensor
+    name occurs in two files. All other shards are in the content; its `parts` records their rows.
+    Raises TaskError for a step that is not an integer, or a value that a checkpoint cannot store.
     """
     try:
         number = operator.index(step)
@@ -128,16 +129,19 @@ def content_of(
 
 
 def check_state(state: Mapping[str, Any]) -> None:
-    """Raise TaskError for what `save` could not save of `state`; nothing is copied or written."""
+    """Raise TaskError if `state` contains a value that `save` cannot store.
+
+    Nothing is copied or written.
+    """
     _gather(state)
 
 
 def _gather(
     state: Mapping[str, Any], attributes: Mapping[str, Mapping[str, Any]] = NO_ATTRIBUTES
 ) -> tuple[dict[str, dict[str, Tensor]], Any]:
-    """Return the live tensors of a checkpoint of `state` by file, and the tree of the rest.
+    """Return the tensors of `state` by file, not copied, and the other values as a JSON tree.
 
-    Raises TaskError.
+    Raises TaskError for a value that a checkpoint cannot store.
     """
     modules = modules_of(state)
     reshard(modules.values())
@@ -182,9 +186,10 @@ def _gather(
 
 
 def optimized_parameters(state: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Return name, shape and dtype of the parameters of each optimizer, in its order.
+    """Return the name, shape and dtype of each optimizer's parameters, in its own order.
 
-    The state of an optimizer identifies the parameters by index alone.
+    The state dict of an optimizer identifies the parameters only by their indices. Raises TaskError
+    for a parameter without a shape.
     """
     for name, optimizer in state.items():
         for each in parameters_of(optimizer) if isinstance(optimizer, Optimizer) else ():
@@ -209,7 +214,7 @@ def optimized_parameters(state: Mapping[str, Any]) -> dict[str, list[dict[str, A
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -219,9 +224,10 @@ def modules_of(state: Mapping[str, Any]) -> dict[str, nn.Module]:
 
 
 def _is_plain(name: str) -> bool:
-    """Return whether a module of this name gets a valid file name that surefoot does not use.
+    """Return whether a module called `name` can be saved in the file `name.safetensors`.
 
-    A name like that of a part of a split file is not valid.
+    Names that surefoot itself uses are not allowed, nor are names like those of a part of a split
+    file.
     """
     file = f"{name}.safetensors"
     return (
@@ -233,7 +239,7 @@ def _is_plain(name: str) -> bool:
 
 
 def has_state(value: Any) -> bool:
-    """Return whether `value` is an instance with `state_dict` and `load_state_dict`."""
+    """Return whether `value` is an object, not a class, with `state_dict` and `load_state_dict`."""
     return not isinstance(value, type) and all(
         callable(getattr(value, part, None)) for part in ("state_dict", "load_state_dict")
     )
@@ -242,7 +248,7 @@ def has_state(value: Any) -> bool:
 def is_restorable(value: Any) -> bool:
     """Return whether `load` restores `value` in place.
 
-    Every reference to it then sees the saved state.
+    If so, every reference to the object sees the restored state.
     """
     return has_state(value) or is_generator(value) or isinstance(value, Tensor | np.ndarray)
 
@@ -252,9 +258,10 @@ def _read_object(value: Any) -> Any:
 
 
 def read_state_dict(value: Any) -> Any:
-    """Return `value.state_dict()`, of an optimizer without parameters that no group holds.
+    """Return `value.state_dict()`, even if an optimizer has state of a parameter in no group.
 
-    torch raises KeyError for their state, which is left when a group gets other parameters.
+    Such state remains when a group gets different parameters, and `Optimizer.state_dict` raises
+    KeyError for it. It is left out.
     """
     state, left = getattr(value, "state", {}), []
     if isinstance(value, Optimizer):
@@ -273,9 +280,9 @@ def read_state_dict(value: Any) -> Any:
 
 
 def _unique_tensors(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a module to be stored; a tensor with several names occurs once.
+    """Return the tensors of a module that a checkpoint stores; a tied tensor occurs once.
 
-    Raises TaskError for a tensor that a checkpoint cannot hold.
+    Raises TaskError for a tensor that a checkpoint cannot store.
     """
     seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     found = {}
@@ -290,8 +297,9 @@ def _unique_tensors(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def with_masters(held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return `held` with masters in place of weights, and local shards in place of DTensors.
+    """Return the tensors that a checkpoint stores in place of those in `held`, by the same names.
 
-    A master holds all bits of its weight.
+    These are the fp32 master of a weight that is kept in lower precision, and the shard of this
+    rank of a DTensor. All other tensors are returned unchanged.
     """
     return with_local_rows({name: master_of(tensor) for name, tensor in held.items()})

@@ -1,4 +1,4 @@
-"""Global random states that a model or its data may draw from: torch, CUDA, numpy, Python."""
+"""Reading and restoring of the global random states of torch, CUDA, NumPy and Python."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from surefoot.core.process.forked import uses_gpu
 
 
 def cuda_states() -> list[torch.Tensor]:
-    """Return the random state of each GPU; none in a process that has not used CUDA, which asking
-    would initialize."""
+    """Return the random state of each GPU; empty if this process has not initialized CUDA.
+
+    Reading a state would initialize CUDA.
+    """
     return torch.cuda.get_rng_state_all() if uses_gpu() else []
 
 
@@ -28,7 +30,10 @@ def random_states() -> dict[str, Any]:
 
 
 def restore_random(saved: Mapping[str, Any]) -> None:
-    """Restore the states of `random_states`; states of missing CUDA devices are ignored."""
+    """Restore the random states that `random_states` returned.
+
+    States of GPUs that this machine does not have are ignored.
+    """
     torch.set_rng_state(saved["torch"])
     for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state, index)

@@ -1,7 +1,7 @@
-"""Restoration of a checkpoint into the objects of a user-defined loop, or its weights into a model.
+"""Restoration of a checkpoint into the objects of a training loop, or of weights into a model.
 
-What a checkpoint holds is compared with the objects first, so that none of them changes where one
-does not fit.
+The contents of the checkpoint are compared with all objects first. If one object does not fit, none
+is changed.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ NOTHING: Mapping[str, Mapping[str, Any]] = {"extra": {}, "buffers": {}}
 
 @dataclass(frozen=True)
 class RestoreResult:
-    """Result of `load`: the step, and the saved values without a state_dict, such as numbers.
+    """Result of `load`.
 
-    `troubles` has a message about each damaged checkpoint that was skipped.
+    `step` is the step of the checkpoint. `values` are the saved values without a state_dict, such
+    as numbers, by name. `troubles` has a message about each damaged checkpoint that was skipped.
     """
 
     step: int
@@ -74,22 +75,22 @@ def load(
 ) -> RestoreResult | None:
     """Read the newest undamaged checkpoint, or that of `step`, into the objects of `state`.
 
-    Every byte is verified against its digest. A damaged checkpoint is renamed, and the previous one
-    is loaded.
+    Every byte is verified against its digest. If no `step` is given, a damaged checkpoint is
+    renamed, and the previous one is loaded.
 
     Args:
-        folder: The folder given to `save`.
-        state: Objects by name, as given to `save`. Modules, objects with a state_dict, random
+        folder: The folder that was passed to `save`.
+        state: Objects by name, as passed to `save`. Modules, objects with a state_dict, random
             generators, tensors and arrays are restored in place.
         step: The step to load; None for the newest undamaged one.
 
     Returns:
-        The step, the other values, and a message about each damaged checkpoint; None if `folder`
-        has no checkpoint.
+        The step, the values without a state_dict, and a message about each damaged checkpoint; None
+        if `folder` has no checkpoint.
 
     Raises:
-        RunFolderError: Before any object changes, if the checkpoint contains other objects, shapes
-            or dtypes, or if the checkpoint of `step` is missing or damaged.
+        RunFolderError: If the checkpoint does not fit the objects or their shapes and dtypes, or if
+            the checkpoint of `step` is missing or damaged. No object has changed then.
     """
     found: list[Mapping[str, Any]] = []
     run = Path(folder)
@@ -104,7 +105,9 @@ def load(
 def load_into(
     model: nn.Module, folder: str | Path, step: int | str, *, widen: bool = False
 ) -> Manifest:
-    """Read weights and buffers of model.safetensors into `model`, with equal names and shapes.
+    """Read the weights and buffers in model.safetensors of a checkpoint into `model`.
+
+    The names and shapes must be equal.
 
     Args:
         model: The model, changed in place.
@@ -116,7 +119,8 @@ def load_into(
         The manifest of the checkpoint.
 
     Raises:
-        RunFolderError: Before the model changes, if the weights do not fit or a file is damaged.
+        RunFolderError: If the weights do not fit, or if a file is damaged. The model has not
+            changed then.
     """
     number = step if isinstance(step, int) else commits.find_step(Path(folder), step)
     one = Commit(Path(folder), number)
@@ -135,10 +139,13 @@ def load_into(
 def _tensors(
     module: nn.Module, own: Collection[str] = (), stored: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors of a module that a checkpoint with the names `stored` is read into.
+    """Return the tensors of a module into which a checkpoint is read, by name.
 
-    Tensors in `own`, which come from the file of this rank, are detached: they then do not count as
-    parts of a whole.
+    Args:
+        module: The module.
+        own: Names of the tensors that are read from the file of this rank. They are detached, so
+            that they do not count as rows of a larger tensor.
+        stored: Names of the tensors in the checkpoint.
     """
     live = with_masters(module_state(module, stored).tensors)
     return {name: tensor.detach() if name in own else tensor for name, tensor in live.items()}
@@ -153,7 +160,10 @@ def _read_into(
     *,
     widen: bool = False,
 ) -> None:
-    """Read the tensors of a module from `file`; copy those in `own` from `own` instead."""
+    """Read the tensors of a module from `file` of a checkpoint, in place.
+
+    Tensors whose names are in `own` are copied from there instead.
+    """
     live = _tensors(module, own, {*one.pieces(file), *own})
     if not own:
         read_weights(one, live, file, widen=widen)
@@ -170,9 +180,19 @@ def _read_into(
 
 
 def restore(one: Commit, state: Mapping[str, Any], rank: str = "") -> dict[str, Any]:
-    """Compare `state` with the checkpoint, then restore it; return values without state_dict.
+    """Restore the objects of `state` from a checkpoint, after a check that all of them fit.
 
-    `rank` names the files for one of several ranks (`rank-00001`). Raises RunFolderError.
+    Args:
+        one: The checkpoint.
+        state: Objects by name, as passed to `save`.
+        rank: Name of the files in the checkpoint that belong to this rank, such as "rank-00001";
+            empty for a single process.
+
+    Returns:
+        The saved values without a state_dict, such as numbers, by name.
+
+    Raises:
+        RunFolderError: If the checkpoint does not fit the objects, or is damaged.
     """
     own, undoings = _RankState(one, rank), list[Callable[[], None]]()
     saved = one.json(own.text)
@@ -250,7 +270,7 @@ def _restore(one: Commit, state: Mapping[str, Any], own: _RankState) -> dict[str
 def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
     """Raise RunFolderError if the weights are sharded in a different way than when they were saved.
 
-    The saved optimizer state would not fit.
+    The saved optimizer state would not fit them.
     """
     if saved != now:
         then, found = ("; ".join(each) or "whole on every rank" for each in (saved, now))
@@ -261,9 +281,9 @@ def _check_layouts(place: Path, saved: list[str], now: list[str]) -> None:
 
 
 class _RankState:
-    """State that a checkpoint holds for one rank alone: tensors by `FILE/NAME`, and a tree.
+    """State in a checkpoint that belongs to one rank: tensors by `FILE/NAME`, and a JSON file.
 
-    There are no such tensors for a loop with a single process, and its tree is state.json.
+    A loop with a single process has no such tensors, and its JSON file (`text`) is state.json.
     """
 
     def __init__(self, one: Commit, rank: str) -> None:
@@ -277,7 +297,7 @@ class _RankState:
         )
 
     def of(self, file: str) -> dict[str, Tensor]:
-        """Return this rank's tensors that replace those of `file` or are added to them."""
+        """Return the tensors of this rank that replace tensors of `file` or are added to it."""
         return {
             name.removeprefix(f"{file}/"): each
             for name, each in self._tensors.items()
@@ -285,7 +305,10 @@ class _RankState:
         }
 
     def over(self, file: str) -> dict[str, Piece]:
-        """Return the tensors of `file` as this rank reads them, with the rank's replacements."""
+        """Return the `Piece` (shape and dtype) of each tensor of `file`, as this rank reads it.
+
+        The tensors that this rank has saved itself replace those of the same name.
+        """
         own = {
             name.removeprefix(f"{file}/"): each
             for name, each in self._pieces.items()
@@ -295,9 +318,10 @@ class _RankState:
 
 
 def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | None) -> None:
-    """Raise RunFolderError if `saved` is visibly not the state of `value`.
+    """Raise RunFolderError if `saved` cannot be the state of the object `value`.
 
-    torch itself accepts some mismatches without an error.
+    The check compares the types, the shapes and dtypes of tensors, and the group sizes of
+    optimizers. torch itself accepts some of these mismatches without an error.
     """
     hint = "pass an object of the type that was saved, or leave it out"
     given = type(value).__name__
@@ -337,9 +361,9 @@ def _check_object(place: Path, name: str, value: Any, saved: Any, kind: str | No
 
 
 def _check_moved(place: Path, saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise RunFolderError if an optimizer has other parameters, or the same in a different order.
+    """Raise RunFolderError if an optimizer's parameters, or their order, are not the saved ones.
 
-    Old checkpoints do not record the parameters and are not checked.
+    Old checkpoints do not record the parameters, and are not checked.
     """
     for name, mine in now.items():
         for number, (then, each) in enumerate(zip(saved.get(name, ()), mine, strict=False)):
@@ -386,9 +410,10 @@ def _load_object(value: Any, saved: Any) -> None:
 
 
 def _move_without_cast(saved: Any, near: Tensor, moved: Tensor) -> Any:
-    """Return the saved state of the parameter `moved` without a cast, on the device of `near`.
+    """Return saved optimizer state of the parameter `moved`, on the device of `near`, not cast.
 
-    torch casts each tensor to the parameter's dtype, and takes text and arrays apart.
+    `Optimizer.load_state_dict` would cast each tensor to the dtype of the parameter, and would not
+    preserve text and arrays.
     """
     return map_tensors(saved, lambda tensor: with_strides_of(tensor.to(near.device), moved))
 

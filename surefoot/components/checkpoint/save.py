@@ -1,9 +1,10 @@
-"""Writing of a checkpoint: hidden draft, every file synced, the manifest last, then the rename.
+"""Writing of a checkpoint into a hidden folder, which is renamed when it is complete.
 
-RELIABILITY: a step folder is complete or absent. The order is: draft folder, files (hashed while
-they are written), fsync of each, fsync of the folder, manifest, fsync, rename, fsync of the parent.
-Nothing changes after the rename. A failure ends this checkpoint and harms no earlier one; a failed
-fsync is not retried.
+RELIABILITY: a step folder is complete or absent. The order is: create the hidden draft folder;
+write the files, hash them meanwhile, and fsync each; fsync the folder; write and fsync the
+manifest; fsync the folder again; rename it; fsync its parent. Nothing changes after the rename. If
+one of these actions fails, this checkpoint is discarded, and earlier checkpoints are unaffected. A
+failed fsync is not retried.
 """
 
 from __future__ import annotations
@@ -42,9 +43,11 @@ FULL_EVERY = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """Content of one checkpoint: tensors on the host by file and name, and text files by name.
+    """Content of one checkpoint.
 
-    `finite` are the names of tensors that must be finite.
+    `tensors` are tensors on the host, by file and by name. `texts` are the contents of text files,
+    by file name. `finite` names the tensors that must be finite. `parts` gives the first row of
+    each tensor that is a shard, and the shape of the whole tensor.
     """
 
     step: int
@@ -57,7 +60,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """Fields of a manifest besides its files."""
+    """Fields of a checkpoint's manifest besides the step and the files."""
 
     generation: int = 1
     spec_id: str = ""
@@ -75,24 +78,24 @@ def commit(
     may_commit: Callable[[], bool] = lambda: True,
     link: bool = True,
 ) -> Manifest:
-    """Save `content` as the checkpoint of a step of `run`; an error changes no earlier checkpoint.
+    """Save `content` as a checkpoint in `run`, and return its manifest.
 
-    A checkpoint of the same step from an earlier generation is replaced when the new one is
-    complete.
+    A checkpoint of the same step is replaced when the new one is complete. If an error is raised,
+    all earlier checkpoints are unchanged.
 
     Args:
         run: The run folder.
         content: The state.
         stamp: Further fields of the manifest.
-        may_commit: Function that is called just before the checkpoint becomes visible; False
-            cancels the save.
+        may_commit: Function that is called just before the checkpoint becomes visible. If it
+            returns False, the save is canceled.
         link: Store a file as a hard link if all its bytes equal those of the newest earlier
             checkpoint.
 
     Raises:
         StorageError: If a file cannot be written, or if `may_commit` returns False.
-        NumbersError: For a tensor of `finite` that is not finite.
-        TaskError: For a step that cannot be a folder name.
+        NumbersError: If a tensor that `content.finite` names is not finite.
+        TaskError: If the step, the score, or the number of tensors is not valid.
     """
     if not 0 <= content.step < manifests.MAX_STEP:
         raise TaskError(
@@ -129,10 +132,10 @@ def commit_together(
     *,
     may_commit: Callable[[], bool] = lambda: True,
 ) -> Manifest:
-    """Save one checkpoint from all ranks of `group`; file names differ from rank to rank.
+    """Save one checkpoint to which every rank of `group` contributes its own files.
 
-    Rank 0 writes the manifest and renames the draft. Every rank must call this function; if one
-    rank fails, all ranks raise its error.
+    Every rank must call this function, with file names that no other rank uses. Rank 0 writes the
+    manifest and makes the checkpoint visible. If one rank fails, all ranks raise an error.
     """
     final = manifests.step_folder(run, content.step)
     draft = final.with_name(f"{commits.DRAFT}{final.name}")
@@ -170,9 +173,10 @@ def commit_together(
 
 
 def _run_on_all_ranks(group: Group, run: Path, step: int, job: Callable[[], str]) -> list[str]:
-    """Run `job` on each rank; return the results of all ranks.
+    """Run `job` on each rank, and return the results of all ranks, in rank order.
 
-    A rank that fails raises its error, and the others raise that of the first rank that failed.
+    A rank whose `job` fails raises its own error. The other ranks raise the error of the first rank
+    that failed, in rank order.
     """
     problem: SurefootError | None = None
     said = ""
@@ -210,9 +214,10 @@ def _run_on_all_ranks(group: Group, run: Path, step: int, job: Callable[[], str]
 
 
 def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[Entry]:
-    """Write every file of `content`, or link it to the same file of `earlier`.
+    """Write every file of `content` into the folder `draft`, and return the manifest entries.
 
-    Raises NumbersError for a tensor that must be finite and is not.
+    A file with the same bytes as in the checkpoint `earlier` becomes a hard link to it. Raises
+    NumbersError if a tensor that `content.finite` names is not finite.
     """
     with commits.hashing() as pool:
         sound = {
@@ -226,7 +231,10 @@ def _write_all(draft: Path, content: Content, earlier: Manifest | None) -> list[
 
 
 def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]) -> None:
-    """Write the manifest, then rename the draft."""
+    """Write the manifest into the folder `draft`, then rename the folder to its final name.
+
+    Raises StorageError if `may_commit` returns False.
+    """
     sync_folder(draft)
     text = made.as_text().encode()
     if (excess := manifests.find_excess_text(text)) is not None:
@@ -247,7 +255,10 @@ def _seal(run: Path, draft: Path, made: Manifest, may_commit: Callable[[], bool]
 
 
 def _check_score(stamp: Stamp) -> None:
-    """Raise TaskError for a score that no reader accepts; a non-finite value is written as null."""
+    """Raise TaskError if a reader of the manifest would not accept the score.
+
+    A non-finite value is allowed, since it is written as null.
+    """
     try:
         if stamp.score is not None:
             manifests.check_score(
@@ -264,9 +275,9 @@ def _check_score(stamp: Stamp) -> None:
 
 
 def _make_folders(run: Path, draft: Path) -> None:
-    """Create the draft folder and its missing parents, and sync the parents.
+    """Create the folder `draft` and its missing parents, and sync the parents.
 
-    A folder is durable once its parent is synced.
+    A new folder is on disk for certain only when its parent is synced.
     """
     parent = draft.parent
     new = [path for path in (parent, *parent.parents) if not path.exists()]
@@ -296,9 +307,9 @@ def _raise_unless_finite(step: int, sound: Mapping[str, bool]) -> None:
 
 
 def _newest(run: Path, step: int) -> Manifest | None:
-    """Return the manifest of the newest readable checkpoint before `step`, or None.
+    """Return the manifest of the newest readable checkpoint before `step`; None without one.
 
-    Files of the new checkpoint may be linked to the files of that checkpoint.
+    Files of the new checkpoint may become hard links to the files of that checkpoint.
     """
     for number in reversed([each for each in manifests.steps(run) if each < step]):
         with contextlib.suppress(RunFolderError):
@@ -309,7 +320,10 @@ def _newest(run: Path, step: int) -> Manifest | None:
 def _write(
     draft: Path, name: str, content: Content, earlier: Manifest | None, pool: Executor
 ) -> Callable[[], Entry]:
-    """Write a file, or link it to that of `earlier`; return a function that waits for its entry."""
+    """Write the tensor file `name`, or hard-link it to the same file of the checkpoint `earlier`.
+
+    Returns a function that waits for the digests and returns the manifest entry of the file.
+    """
     tensors, parts = content.tensors[name], content.parts
     before = (
         next((entry for entry in earlier.files if entry.name == name), None)
@@ -325,9 +339,9 @@ def _write(
 
 
 def _may_link(checkpoints: Path, earlier: Manifest, entry: Entry) -> bool:
-    """Return whether fewer than FULL_EVERY checkpoints hold the same file.
+    """Return whether a further checkpoint may hard-link this file of the checkpoint `earlier`.
 
-    The link count of the file shows this, without a list to maintain.
+    At most FULL_EVERY checkpoints share a file. Their number is the link count of the file.
     """
     path = checkpoints / f"step-{earlier.step:012d}" / entry.name
     try:
@@ -338,7 +352,10 @@ def _may_link(checkpoints: Path, earlier: Manifest, entry: Entry) -> bool:
 
 
 def _link(draft: Path, earlier: Manifest, entry: Entry) -> bool:
-    """Link a file of an earlier checkpoint; return False if the file system has no links."""
+    """Hard-link a file of the checkpoint `earlier` into the folder `draft`.
+
+    Returns False if that fails, for example because the file system has no hard links.
+    """
     try:
         os.link(draft.parent / f"step-{earlier.step:012d}" / entry.name, draft / entry.name)
     except OSError:
@@ -361,17 +378,17 @@ def _write_text(path: Path, text: bytes) -> Entry:
 
 
 def discard(draft: Path) -> None:
-    """Delete a draft, and the folder of checkpoints if it is then empty."""
+    """Delete the incomplete checkpoint `draft`, and its parent folder if that is then empty."""
     shutil.rmtree(draft, ignore_errors=True)
     with contextlib.suppress(OSError):
         draft.parent.rmdir()
 
 
 def _replace(final: Path, draft: Path) -> None:
-    """Rename the draft to `final`.
+    """Rename the folder `draft` to `final`, and sync the rename to disk.
 
-    A folder that had this name is moved aside until the rename is synced; `clear_drafts` restores
-    it if the rename never happens.
+    An existing folder `final` gets a temporary name until then, and is deleted afterwards. If the
+    process is killed before the rename, `clear_drafts` restores the existing folder.
     """
     old = final.with_name(f"{commits.OLD}{final.name}")
     if final.exists():
@@ -385,9 +402,9 @@ def _replace(final: Path, draft: Path) -> None:
 
 
 def clear_drafts(run: Path) -> None:
-    """Delete the drafts and partly deleted checkpoints that a killed attempt left.
+    """Delete the incomplete and partly deleted checkpoints that a killed process left in `run`.
 
-    A checkpoint that the attempt was replacing is restored.
+    A checkpoint that the process was about to replace is restored.
     """
     folder = run / manifests.FOLDER
     if folder.is_symlink() or not folder.is_dir():

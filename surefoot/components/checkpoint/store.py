@@ -1,9 +1,10 @@
-"""Checkpoints in a store without rename (S3, GCS, anything that fsspec supports).
+"""Copies of checkpoints in an object store (S3, GCS, or any file system of fsspec).
 
-The manifest is uploaded last, so that an incomplete checkpoint is not visible. A checkpoint is made
-in the run folder first and copied from there; another machine downloads the newest whole one and
-resumes. Every downloaded byte is verified before the checkpoint gets its name. Deletion starts with
-the manifest.
+A checkpoint is written in the run folder first, and uploaded from there. A different machine can
+download the newest undamaged checkpoint and resume from it. An object store has no rename.
+Therefore the manifest is uploaded last and deleted first, so that an incomplete checkpoint is never
+visible. A downloaded checkpoint becomes visible in the run folder only after every byte is
+verified.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ EXTRA = "store"
 class Store:
     """Checkpoints of one run under a URL such as `s3://bucket/runs/mine`.
 
-    Raises MissingExtra if a package is not installed, SpecError for a URL of an unknown kind.
+    Raises MissingExtra if fsspec or its package for the URL is not installed, and SpecError for a
+    URL that fsspec does not support.
     """
 
     def __init__(self, url: str) -> None:
@@ -64,9 +66,10 @@ class Store:
         )
 
     def steps(self) -> list[int]:
-        """Return the steps whose manifest is in the store, ascending.
+        """Return the steps of the complete checkpoints in the store, ascending.
 
-        Raises StorageError if the store does not respond.
+        A checkpoint is complete if its manifest is in the store. Raises StorageError if the store
+        does not respond.
         """
         pattern = f"{self._root}/{manifests.FOLDER}/step-*/{manifests.FILE}"
         with _as_storage_error(self.url):
@@ -76,7 +79,10 @@ class Store:
         return sorted(int(match.group(1)) for match in found if match)
 
     def push(self, run: Path, step: int) -> None:
-        """Upload a checkpoint of a run folder, the manifest last."""
+        """Upload the checkpoint of `step` in the run folder `run`, its manifest last.
+
+        Raises StorageError if the store does not respond.
+        """
         folder = manifests.step_folder(run, step)
         made = manifests.read(folder)
         with _as_storage_error(self.url):
@@ -87,9 +93,10 @@ class Store:
             self._system.put_file(str(folder / manifests.FILE), self._path(step, manifests.FILE))
 
     def pull(self, run: Path, step: int) -> None:
-        """Download a checkpoint into a run folder; it gets its name once every digest matches.
+        """Download the checkpoint of `step` into the run folder `run`.
 
-        Raises RunFolderError for a damaged checkpoint.
+        It becomes visible in the run folder only if every digest matches. Raises RunFolderError for
+        a damaged checkpoint, and StorageError if the store does not respond.
         """
         final = manifests.step_folder(run, step)
         draft = final.with_name(f"{commits.DRAFT}{final.name}")
@@ -117,7 +124,7 @@ class Store:
             raise
 
     def read(self, step: int) -> Manifest:
-        """Return the manifest of a checkpoint, verified; nothing else is downloaded.
+        """Download only the manifest of a checkpoint, verify it, and return it.
 
         Raises RunFolderError for a damaged manifest.
         """
@@ -128,11 +135,11 @@ class Store:
             return manifests.read(Path(made))
 
     def pull_newest(self, run: Path, spec_id: str) -> tuple[int | None, list[str]]:
-        """Download the newest whole checkpoint, unless the run folder has one at least as new.
+        """Download the newest undamaged checkpoint, if it is newer than those in the run folder.
 
-        Returns its step (None if nothing was downloaded), and a message about each damaged
-        checkpoint. Raises RunFolderError, before the download, if the store holds checkpoints of
-        a different spec.
+        Returns the step of the downloaded checkpoint (None if nothing was downloaded), and a
+        message about each damaged checkpoint. Raises RunFolderError, before it downloads any
+        tensor, if the checkpoint belongs to a different `spec_id`.
         """
         troubles: list[str] = []
         here = max(manifests.steps(run), default=-1)
@@ -153,9 +160,10 @@ class Store:
         return None, troubles
 
     def retain(self, run: Path) -> None:
-        """Delete checkpoints that the run folder no longer holds, the manifest first.
+        """Delete the checkpoints in the store that are no longer in the run folder.
 
-        Only checkpoints older than the newest one in the run folder are deleted.
+        Checkpoints newer than the newest one in the run folder stay. The manifest of a checkpoint
+        is deleted first.
         """
         here = manifests.steps(run)
         with _as_storage_error(self.url):
@@ -167,7 +175,10 @@ class Store:
 
 
 class _as_storage_error:
-    """Convert the errors of a store to StorageError; a missing file becomes RunFolderError."""
+    """Context that converts the exceptions of a store to StorageError.
+
+    FileNotFoundError becomes RunFolderError.
+    """
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -1,8 +1,9 @@
-"""Files in the safetensors format, written with a digest for each tensor and verified when read.
+"""Reading and writing of safetensors files, with a digest for each tensor.
 
-https://huggingface.co/docs/safetensors: eight bytes of length, a header of JSON, then the bytes of
-the tensors without gaps. The safetensors library is not used, since it takes a second copy of all
-tensors and cannot hash what it writes.
+A file (https://huggingface.co/docs/safetensors) begins with the length of its header in eight
+bytes. The header in JSON follows, and then the bytes of the tensors without gaps. Digests are
+verified when a file is read. The safetensors library is not used, because it makes a second copy of
+all tensors and cannot hash what it writes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ WHOLE: Parts = {}
 
 
 def check_storable(name: str, tensor: Tensor) -> None:
-    """Raise TaskError for a tensor, or a tensor name, that no safetensors file can hold."""
+    """Raise TaskError if a checkpoint cannot store a tensor, or a tensor of this name."""
     _check_name(name)
     if tensor.is_meta:
         raise TaskError(
@@ -91,9 +92,9 @@ def _check_name(name: str) -> None:
 
 
 def as_buffer(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the host.
+    """Return the bytes of a contiguous tensor on the host, without a copy.
 
-    They are copied only if the tensor has a pending conjugation or negation.
+    Only a tensor whose conjugate or negative bit is set is copied.
     """
     flat = _resolved(tensor).reshape(-1)
     if flat.numel() == 1:
@@ -111,8 +112,8 @@ def _resolved(tensor: Tensor) -> Tensor:
 def is_finite(tensor: Tensor) -> bool:
     """Return whether every element of a tensor on the host is finite.
 
-    The check works in small blocks on the calling thread, so that it takes no memory. Integers and
-    8-bit floats count as finite.
+    The check works in small blocks, so that it needs no extra memory, and uses only the calling
+    thread. Integers and 8-bit floats count as finite.
     """
     if not tensor.is_floating_point() or tensor.element_size() == 1 or not tensor.numel():
         return True
@@ -134,10 +135,11 @@ def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def lay_out(tensors: Mapping[str, Tensor], parts: Parts = WHOLE) -> tuple[bytes, dict[str, Piece]]:
-    """Return the header of a file of `tensors`, and the piece for each; widest elements first.
+    """Return the header of a safetensors file of `tensors`, and the `Piece` of each tensor.
 
-    The order keeps all tensors aligned. For tensors that are rows of a whole, `parts` gives the
-    first row and the shape of the whole.
+    Tensors with the largest elements come first, so that all tensors are aligned. The pieces have
+    no digests yet. `parts` gives the first row of each tensor that is a shard, and the shape of the
+    whole tensor.
     """
     pieces, start = {}, 0
     for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
@@ -176,10 +178,20 @@ def write(
     known: Mapping[str, str],
     parts: Parts = WHOLE,
 ) -> Callable[[], Entry]:
-    """Write and sync a file of tensors on the host; the pool's threads hash them meanwhile.
+    """Write tensors on the host to a new safetensors file, and sync it.
 
-    Digests in `known` are not computed again. Returns a function that waits for the last digest, so
-    that the caller can write another file until then.
+    Args:
+        folder: The folder of the file.
+        name: The name of the file.
+        tensors: The tensors, by name.
+        step: The step that the manifest entry records.
+        pool: Threads that compute the digests while the file is written.
+        known: Digests by tensor name, which are not computed again.
+        parts: First row of each tensor that is a shard, and shape of the whole tensor.
+
+    Returns:
+        A function that waits for the last digest and returns the manifest entry of the file. Until
+        it is called, the next file can be written.
     """
     header, pieces = lay_out(tensors, parts)
     buffers = {key: as_buffer(tensors[key]) for key in pieces}
@@ -207,10 +219,10 @@ def _entry(
 def find_unchanged(
     tensors: Mapping[str, Tensor], earlier: Entry, pool: Executor, parts: Parts = WHOLE
 ) -> tuple[bool, dict[str, str]]:
-    """Return whether every tensor has the bytes that `earlier` records, and computed digests.
+    """Return whether all tensors have the digests in `earlier`, and the digests computed so far.
 
-    The comparison starts with the smallest tensor and ends soon after the first one that differs.
-    In a file of trained tensors the smallest one usually differs.
+    The digests are computed from the smallest tensor to the largest, and the comparison ends soon
+    after the first difference. In a file of trained tensors, the smallest tensor usually differs.
     """
     _, pieces = lay_out(tensors, parts)
     before = earlier.tensors or {}
@@ -231,25 +243,28 @@ def find_unchanged(
 def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Tensor]:
     """Read a file of tensors into the tensors that `give` returns, and verify their digests.
 
-    A contiguous tensor on the host with the stored dtype is read in place; any other tensor needs a
+    A contiguous tensor on the host with the stored dtype is read in place. Any other tensor needs a
     temporary copy of its size.
 
     Args:
         folder: The folder of the checkpoint.
-        entry: The file in the manifest.
-        give: Function of a name and of the whole stored tensor, as a `Piece`. It returns the tensor
-            to read into, or a shard of its rows; only stored pieces that overlap are then read.
+        entry: The manifest entry of the file.
+        give: Function of a tensor's name and its `Piece`, which has the shape of the whole tensor.
+            It returns the tensor to read into, or a shard of its rows. For a shard, only stored
+            pieces that overlap with it are read.
         pool: Threads that compute digests.
 
+    Returns:
+        The tensors that `give` returned, by name.
+
     Raises:
-        RunFolderError: With the name of the tensor, if a digest does not match; the tensors have
-            been overwritten by then.
+        RunFolderError: If a digest does not match. The tensors have been overwritten by then.
     """
     pieces = entry.tensors or {}
     found: dict[str, str] = {}
     with commits.open_file(folder, entry) as file, torch.no_grad():
         header = commits.read_header(file, folder / entry.name, entry)
-        # only now: read_header has checked the file size
+        # after read_header, which has checked the file size
         given = {name: give(name, whole_piece(piece)) for name, piece in pieces.items()}
         meetings = {name: _find_overlap(tensor, pieces[name]) for name, tensor in given.items()}
         # pieces of which this rank needs no row
@@ -276,7 +291,11 @@ def read(folder: Path, entry: Entry, give: Give, pool: Executor) -> dict[str, Te
 
 
 class _Overlap(NamedTuple):
-    """Overlap of a tensor and a piece: `into` receives `rows` of the piece; all if `is_all`."""
+    """Overlap of a tensor and a stored piece of it.
+
+    `into` is the part of the tensor that receives `rows` of the piece. If `is_all`, it receives all
+    rows of the piece.
+    """
 
     into: Tensor
     rows: range
@@ -284,7 +303,7 @@ class _Overlap(NamedTuple):
 
 
 def _find_overlap(tensor: Tensor, piece: Piece) -> _Overlap | None:
-    """Return the rows of `piece` that belong in `tensor` (whole or shard), or None."""
+    """Return the overlap of `tensor`, which may be a shard, with the stored `piece`, or None."""
     part = part_of(tensor)
     if part is None and not piece.is_part:
         return _Overlap(tensor, range(0), is_all=True)
@@ -297,7 +316,7 @@ def _find_overlap(tensor: Tensor, piece: Piece) -> _Overlap | None:
 
 
 def whole_piece(piece: Piece) -> Piece:
-    """Return the whole tensor that a piece is, or is a part of."""
+    """Return `piece` with the shape of the whole tensor, even if it is only a part of it."""
     return (
         replace(piece, shape=piece.whole, offset=(0,) * len(piece.whole))
         if piece.is_part
@@ -306,16 +325,17 @@ def whole_piece(piece: Piece) -> Piece:
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of the whole tensor that `tensor` is, or is a part of."""
+    """Return the shape of a tensor; for a shard, the shape of the whole tensor."""
     part = part_of(tensor)
     return tuple(tensor.shape) if part is None else part.whole
 
 
 @torch.no_grad()
 def fill(name: str, tensor: Tensor, held: Tensor) -> None:
-    """Copy `held` into a tensor of the same shape.
+    """Copy the values of `held` into `tensor`, which has the same shape.
 
-    Raises RunFolderError if the tensor is expanded and `held` differs along the expanded dimension.
+    Raises RunFolderError, with `name` in its message, if `tensor` is expanded and `held` has
+    different values along the expanded dimension.
     """
     strides = tensor.stride() if tensor.layout is torch.strided else [1] * tensor.ndim
     for dim, (size, stride) in enumerate(zip(tensor.shape, strides, strict=True)):
@@ -348,7 +368,10 @@ def _is_direct(tensor: Tensor, piece: Piece) -> bool:
 def _read(
     file: int, data: int, pieces: Mapping[str, Piece], tensors: Mapping[str, Tensor], pool: Executor
 ) -> dict[str, str]:
-    """Read each of `tensors` from a file whose tensors begin at byte `data`; return the digests."""
+    """Read `tensors` from a file, and return their digests by name.
+
+    `data` is the position of the first byte after the header of the file.
+    """
     spans = commits.spans(data, {name: pieces[name] for name in tensors})
     into = {
         name: as_buffer(tensor) for name, tensor in tensors.items() if math.prod(pieces[name].shape)
@@ -357,9 +380,9 @@ def _read(
 
 
 def create(name: str, piece: Piece) -> Tensor:
-    """Return a new tensor on the host to read a piece into.
+    """Return a new tensor on the host, uninitialized, with the shape and dtype of `piece`.
 
-    Raises RunFolderError for a tensor that does not fit into memory.
+    Raises RunFolderError if the tensor does not fit into memory.
     """
     try:
         return torch.empty(piece.shape, dtype=NAMES[piece.dtype])

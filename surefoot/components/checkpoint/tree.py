@@ -1,9 +1,9 @@
-"""Conversion of a tree of tensors, arrays and plain values to JSON and named tensors, and back.
+"""Conversion of nested values to JSON and named tensors, and back, without pickle.
 
-No pickle is involved. Values that JSON supports are stored unchanged. Anything else is an object
-with the key "$": a tensor, an array, a non-finite number, bytes, a tuple, a dict whose keys are not
-plain strings, a dtype, one of the containers of `collections`. A value that would be restored as
-a different type is refused.
+Values that JSON supports are stored unchanged. Any other value becomes a JSON object with the key
+"$": a tensor, an array, a non-finite number, bytes, a tuple, a dict whose keys are not plain
+strings, a dtype, or a container of `collections`. A value that would be restored as a different
+type is refused.
 """
 
 from __future__ import annotations
@@ -49,9 +49,11 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 def split(tree: Any, place: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """Return the tree in a form that JSON can represent, and its tensors by name, not copied.
+    """Split nested values into a tree that JSON can represent, and tensors by name.
 
-    Raises TaskError, with the path of the value, for a value that a checkpoint cannot hold.
+    The tensors are not copied. `place` is the name of the outermost value, with which the names of
+    the tensors begin. Raises TaskError, with the path of the value, for a value that a checkpoint
+    cannot store.
     """
     tensors: dict[str, Tensor] = {}
     return _split(tree, place, tensors), tensors
@@ -126,7 +128,7 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
 
 
 def name_kind(value: Any) -> str:
-    """Return the kind of a value in words, for a message.
+    """Return the type of a value in words, for a message.
 
     >>> name_kind([]), name_kind(Counter), name_kind(len)
     ('a list', 'the class Counter', 'the function len')
@@ -142,7 +144,7 @@ def name_kind(value: Any) -> str:
 
 
 def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: int) -> Any:
-    """Convert a container of `collections`, a namedtuple, or a torch.Size."""
+    """Convert a container of `collections`, a namedtuple, or a torch.Size to a JSON object."""
     if isinstance(value, Mapping):
         made = {
             MARK: CONTAINERS[type(value)],
@@ -187,7 +189,10 @@ def _join_container(kind: str, value: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def _named_type(known: str, fields: tuple[str, ...]) -> Any:
-    """Return the namedtuple class of this module, name and fields if loaded, else a new class."""
+    """Return the namedtuple class `known` ("module:name"), if it is loaded and has these fields.
+
+    Otherwise, a new namedtuple class with this name and these fields is returned.
+    """
     module, _, name = known.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
@@ -233,9 +238,9 @@ def _as_tensor(value: Any, place: str) -> Tensor:
 
 
 def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the state") -> Any:
-    """Return the tree that `split` converted.
+    """Return the nested values that `split` has converted.
 
-    Raises RunFolderError, naming `place`, for contents that `split` never wrote.
+    Raises RunFolderError, with `place` in its message, for contents that `split` never writes.
     """
     try:
         return _join(skeleton, tensors)
@@ -245,9 +250,10 @@ def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the stat
 
 @contextlib.contextmanager
 def as_run_folder_errors(place: object) -> Iterator[None]:
-    """Convert errors from restoring a state whose names or values differ to RunFolderError.
+    """Convert the exceptions of a restoration, such as KeyError, to RunFolderError.
 
-    A matching digest does not guarantee that the contents make sense.
+    They occur if the names or values of a saved state do not fit, which a matching digest does not
+    exclude. `place` names the state in the message.
     """
     try:
         yield

@@ -1,2 +1,1 @@
-"""torch.compile: the compiled regions of a model, the cost of compiling them, and the reasons for
-recompilation."""
+"""Use of torch.compile: regions of a model, the time to compile them, and recompilations."""

@@ -18,19 +18,18 @@ KNOWS = 12  # gcc and clang support the AVX-512 that torch uses from this releas
 
 
 def are_known(compilers: tuple[str | None, ...]) -> bool:
-    """Return whether the first of `compilers` that is installed supports AVX-512 and torch uses
-    AVX-512 on this CPU.
+    """Return whether torch uses AVX-512 on this CPU, and the C++ compiler supports it.
 
-    False where the release of the compiler cannot be read. Only AVX-512 is checked: every other
-    instruction set costs torch one or two test programs.
+    The compiler is the first of `compilers` that is installed. The result is False if its release
+    cannot be read. Other instruction sets are not checked, because each costs torch only one or two
+    test programs.
     """
     return torch.backends.cpu.get_cpu_capability() == "AVX512" and _release_of(compilers) >= KNOWS
 
 
 @functools.cache
 def _release_of(compilers: tuple[str | None, ...]) -> int:
-    """Return the major release of the first compiler that is installed; 0 if none is, or if it
-    prints no number."""
+    """Return the major release of the first installed compiler; 0 if it cannot be determined."""
     for command in filter(None, compilers):
         try:
             said = subprocess.run(

@@ -1,13 +1,12 @@
-"""The kernels that torch.compile generates: their source, the operators fused into each, and the
-bytes that each reads and writes.
+"""Kernels that torch.compile generates: their source, operators, and bytes read and written.
 
     with watch_kernels() as graphs:
         model(batch)
     graphs[0].kernels
 
-Inductor passes its source to `GraphLowering.save_output_code` while the graph and the schedule that
-it was generated from still exist (`V.graph`); both names are private. Every buffer of a kernel
-counts once in its bytes, as in inductor's `get_read_write_buffers_sizes`.
+Inductor passes the generated source to `GraphLowering.save_output_code` while the graph and its
+schedule still exist (`V.graph`); both names are private. Every buffer of a kernel counts once in
+its bytes, as in inductor's `get_read_write_buffers_sizes`.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ EPILOGUE = "copy_"  # the copy into an input at the end of a graph, in place of 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """A kernel launch: the eager operators that it computes, its bytes, and the bytes that these
-    operators move in eager mode.
+    """Kernel launch of a compiled graph, compared with eager mode.
 
-    An operator that several kernels compute counts for the first of them. An operator that a
-    backward graph recomputes counts no eager bytes, since eager mode saves its output. A library
-    kernel (`is_library`), such as a matmul, is called and not generated.
+    `operators` are the eager operators that the kernel computes. `num_bytes` is the number of bytes
+    that the kernel reads and writes, and `eager_bytes` is that of its operators in eager mode. If
+    several kernels compute an operator, its eager bytes count for the first of them. An operator
+    that a backward graph recomputes has no eager bytes, because eager mode saves its output. A
+    library kernel (`is_library`), such as a matmul, is called and not generated.
     """
 
     operators: tuple[str, ...]
@@ -49,9 +49,10 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """A graph that inductor compiled: its source and its kernels.
+    """Graph that inductor compiled, with its source and its kernels.
 
-    `num_operators` and `eager_bytes` are those of eager mode, where each operator is one launch.
+    `num_operators` is the number of operators in eager mode, where each is one kernel launch.
+    `eager_bytes` is the number of bytes that these operators read and write.
     """
 
     name: str
@@ -67,9 +68,9 @@ class Graph:
 
 @contextmanager
 def watch_kernels() -> Iterator[list[Graph]]:
-    """Collect every graph that inductor generates code for inside the block, in order.
+    """Collect the graphs for which inductor generates code inside the `with` block, in order.
 
-    Inductor's caches are disabled meanwhile: with a cache hit no code would be generated.
+    Inductor's caches are disabled meanwhile, because no code is generated after a cache hit.
     """
     found: list[Graph] = []
 
@@ -121,16 +122,20 @@ def _read(graph: Any, source: str, number: int) -> Graph:
 
 
 def _launches(node: Any) -> bool:
-    """Return whether a node of the schedule is a launch: neither a no-op, nor one of several
-    outputs of a call."""
+    """Return whether a node of inductor's schedule is a kernel launch.
+
+    A no-op is not a launch, nor is one of several outputs of a call.
+    """
     return not isinstance(node, scheduler.NopKernelSchedulerNode) and not isinstance(
         node.node, ir.MultiOutput
     )
 
 
 def _origins(part: Any) -> Collection[Node]:
-    """Return the graph nodes that a part of the schedule computes; for a library call, the node of
-    that call alone."""
+    """Return the graph nodes that a node of inductor's schedule computes.
+
+    For a library call, this is only the node of that call.
+    """
     called = part.node.get_origin_node() if part.is_extern() else None
     return part.node.get_origins() if called is None else (called,)
 
@@ -140,8 +145,10 @@ def _origins(part: Any) -> Collection[Node]:
 
 @dataclass(frozen=True)
 class _Operator:
-    """An operator as eager mode runs it: one node of the graph, or all the nodes that it was
-    decomposed into."""
+    """Operator of eager mode: one node of the graph, or all nodes into which it was decomposed.
+
+    `is_again` is True if a backward graph recomputes it.
+    """
 
     name: str
     nodes: frozenset[Node]
@@ -174,14 +181,16 @@ def _find_operators(nodes: Collection[Node], is_again: Callable[[Node], bool]) -
 
 
 def _name(target: Any) -> str:
-    """Return the name of an operator without namespace and overload: `add` for
-    `aten.add.Tensor`."""
+    """Return the name of an operator without its overload, such as `add` for `aten.add.Tensor`."""
     return str(getattr(target, "overloadpacket", target)).rpartition(".")[2]
 
 
 def _computes(node: Node) -> bool:
-    """Return whether a node computes a tensor: not an input, a view, a `getitem`, a size, or the
-    epilogue of an in-place change."""
+    """Return whether a graph node computes a tensor.
+
+    Inputs, views, `getitem` and sizes do not, nor does the copy at the end of a graph that stands
+    for an in-place change of an input.
+    """
     if (
         node.op != "call_function"
         or node.target is operator.getitem
@@ -202,14 +211,18 @@ def _is_epilogue(node: Node) -> bool:
 
 
 def _computes_again(node: Node) -> bool:
-    """Return whether a node of a backward graph recomputes an operator of the forward pass; eager
-    mode saves its output."""
+    """Return whether a node of a backward graph recomputes an operator of the forward pass.
+
+    Eager mode would save the output of the operator instead.
+    """
     return bool(node.meta.get("partitioner_tag") == "is_forward")
 
 
 def _count_bytes(mine: set[Node]) -> int:
-    """Return the bytes that the nodes `mine` read from other nodes, each tensor once, plus those
-    they write for other nodes."""
+    """Return the bytes that the nodes `mine` read from other nodes and write for other nodes.
+
+    A tensor that several of them read counts once.
+    """
     reads: dict[Node, int] = {}
     written = 0
     for node in mine:
@@ -223,7 +236,7 @@ def _count_bytes(mine: set[Node]) -> int:
 
 
 def _source(node: Node) -> Node:
-    """Return the node that computed the tensor that `node` is a view of, or `node` itself."""
+    """Return the node that computed the tensor of which `node` is a view, or `node` itself."""
     while node.op == "call_function" and not _computes(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
@@ -239,8 +252,10 @@ def _users(node: Node) -> Iterator[Node]:
 
 
 def _size_of(value: Any) -> int:
-    """Return the bytes of a tensor (an expanded dimension counts once) or of a list of tensors; 0
-    for any other value."""
+    """Return the bytes of a tensor, or of a list of tensors; 0 for any other value.
+
+    The elements of an expanded dimension share memory and count once.
+    """
     if isinstance(value, Tensor):
         sizes = [
             _hint(size)
@@ -252,8 +267,8 @@ def _size_of(value: Any) -> int:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """Return a size, or the hint of a symbolic size: the value with which it was traced.
+    """Return a size as an int; for a symbolic size, the value with which it was traced.
 
-    `int(size)` on a symbolic size would specialize the graph to it.
+    Calling `int` on a symbolic size would specialize the graph to that value.
     """
     return int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size

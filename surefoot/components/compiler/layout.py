@@ -22,8 +22,9 @@ NUM_NAMED = 4
 def lay_channels_last(model: nn.Module) -> list[str]:
     """Convert every parameter and buffer of four or five dimensions to channels last, in place.
 
-    Returns notes for the log: how many tensors were converted, and which 1-D convolutions have no
-    such format. Raises SpecError if the model has no tensor of four or five dimensions.
+    Returns lines for the log: the number of converted tensors, and the names of 1-D convolutions,
+    for which channels last does not exist. Raises SpecError if the model has no tensor of four or
+    five dimensions.
     """
     count = 0
     for tensor in itertools.chain(model.parameters(), model.buffers()):

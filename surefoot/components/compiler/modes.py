@@ -1,4 +1,4 @@
-"""Modes of torch.compile that equal the default mode on a device, with the reason."""
+"""Modes of torch.compile that equal the default mode on a device, and the reasons."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ WITHOUT_GRAPHS = "CUDA graphs need a GPU"
 
 
 def why_default(mode: str, device: str, *, deterministic: bool) -> str | None:
-    """Return the reason why `mode` equals the default mode on `device`; None if the mode differs
-    from the default.
+    """Return why `mode` of torch.compile equals the default mode on `device`, or None.
+
+    None means that `mode` is different from the default, or is the default itself.
 
     >>> why_default("reduce-overhead", "cpu", deterministic=True)
     'CUDA graphs need a GPU'

@@ -1,5 +1,4 @@
-"""The break-even point of compilation: from the time of an eager step, of a compiled step, and of
-compiling."""
+"""Break-even point of compilation: the number of steps that recover the compile time."""
 
 from __future__ import annotations
 
@@ -13,8 +12,10 @@ LEFT_OUT = 2
 
 
 class CompilePayback:
-    """Collector of eager and compiled step times, which reports once after how many steps the
-    compile time is recovered."""
+    """Comparison of the times of eager and compiled steps.
+
+    `take` reports once after how many steps the compile time is recovered.
+    """
 
     def __init__(self) -> None:
         self._eager_s: list[float] = []
@@ -27,10 +28,10 @@ class CompilePayback:
             timed.append(elapsed_s)
 
     def take(self, compiling_s: float) -> str | None:
-        """Return a sentence on what a compiled step saves, and after how many steps `compiling_s`
-        seconds of compiling are recovered.
+        """Return a sentence about the time that a compiled step saves, or None.
 
-        Returns it once, when enough steps of both kinds were timed; None before and after.
+        The sentence also says after how many steps the `compiling_s` seconds of compilation are
+        recovered. It is returned once, as soon as enough eager and compiled steps were timed.
 
         >>> pace = CompilePayback()
         >>> for number in range(24):

@@ -1,8 +1,8 @@
 """Quoting of paths that contain a space in the commands that torch builds for the C++ compiler.
 
 torch writes a command as one line, splits it as a shell does, and quotes only the include folders.
-An environment, a cache or a temporary folder below `my project/` is then split in two, and no CPU
-kernel can be compiled.
+If the environment, the cache or the temporary folder is below a folder such as `my project/`, its
+path is split in two, and no CPU kernel can be compiled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 
 
 def patch_compiler_commands() -> None:
-    """Patch torch's `CppBuilder` so that every compiler command of this process also quotes its
-    other paths.
+    """Patch torch's `CppBuilder`, so that every compiler command of this process quotes all paths.
 
-    Does nothing on Windows, without `CppBuilder`, and where its constructor is wrapped already.
+    Does nothing on Windows, if torch has no `CppBuilder`, or if its constructor is already wrapped.
     """
     inductor: Any = torch._inductor  # torch imports it at the first access
     builder = getattr(getattr(inductor, "cpp_builder", None), "CppBuilder", None)
@@ -47,7 +46,9 @@ def patch_compiler_commands() -> None:
 
 
 def _quote(words: str, *paths: str) -> str:
-    """Return `words` with each of `paths` quoted that needs quotes and has none yet.
+    """Return the command line `words` with each of `paths` quoted, if it needs quotes.
+
+    A path that is already quoted is unchanged.
 
     >>> _quote("-L/my lib -L/lib", "/my lib", "/lib"), _quote("-L'/my lib'", "/my lib")
     ("-L'/my lib' -L/lib", "-L'/my lib'")

@@ -1,5 +1,7 @@
-"""torch.compile for regions of a model, or for a function; a region that cannot be compiled runs in
-eager mode, and is recorded."""
+"""Compilation of regions of a model, or of a function, with torch.compile.
+
+A region that cannot be compiled runs in eager mode, and the reason is recorded.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ OnFailure = Literal["eager", "stop"]
 
 
 class CompiledRegions:
-    """Result of compiling: the names of the compiled `regions` of a model, and `failed`, a dict of
-    names and reasons."""
+    """Result of `compile_regions` or `compile_function`.
+
+    `regions` are the names of the compiled regions of a model. `failed` gives the reason for each
+    region that could not be compiled.
+    """
 
     def __init__(
         self, regions: Mapping[str, nn.Module], on_failure: OnFailure, words: str | None = None
@@ -43,7 +48,7 @@ class CompiledRegions:
 
     @property
     def words(self) -> str:
-        """A line for the log that names the regions that will be compiled."""
+        """Line for the log that names the regions that will be compiled."""
         if self._words is not None:
             return self._words
         names = self.regions
@@ -54,12 +59,15 @@ class CompiledRegions:
         )
 
     def undo(self) -> None:
-        """Run every region in eager mode, without torch.compile."""
+        """Make every region run in eager mode from now on, without torch.compile."""
         for region in self._regions.values():
             region._compiled_call_impl = None
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Record that `name` cannot be compiled. Raises TaskError if `on_failure` is "stop"."""
+        """Record that the region `name` cannot be compiled, with `error` as the reason.
+
+        Raises TaskError if `on_failure` is "stop".
+        """
         words = _describe_error(error)
         if self.on_failure == "stop":
             raise TaskError(
@@ -70,7 +78,7 @@ class CompiledRegions:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Run every region in eager mode inside the block, and compiled again after it."""
+        """Run every region in eager mode inside the `with` block, and compiled again after it."""
         seats = {name: region._compiled_call_impl for name, region in self._regions.items()}
         self.undo()
         self.is_eager = True
@@ -91,19 +99,19 @@ def compile_regions(
     deterministic: bool = True,
     backend: Any = "inductor",
 ) -> CompiledRegions:
-    """Compile a model, or regions of it by name, at their first call (torch.compile, in place).
+    """Compile a model, or regions of it by name, with torch.compile, in place.
 
-    Regions with equal code share the compiled code. Random draws stay those of eager mode, so that
-    dropout draws the same values.
+    A region is compiled at its first call. Regions with equal code share the compiled code. Random
+    numbers are those of eager mode, so that dropout draws the same values.
 
     Args:
         regions: A module, or modules by name.
         mode: The mode of torch.compile.
         dynamic: Whether sizes may differ from call to call; None leaves that to torch, which
             assumes it after the second size.
-        on_failure: Handling of a region that cannot be compiled: "eager" runs it in eager mode
-            from then on, "stop" raises TaskError.
-        deterministic: Restrict the compiler to choices that another process makes too.
+        on_failure: Handling of a region that cannot be compiled: "eager" runs it in eager mode from
+            then on, "stop" raises TaskError.
+        deterministic: Restrict the compiler to choices that are the same in every process.
         backend: The backend of torch.compile.
 
     Raises:
@@ -127,8 +135,11 @@ def compile_regions(
 
 
 class CompiledFunction:
-    """A function compiled as one graph; once compiling has failed, a call returns None and does
-    nothing."""
+    """Function that is compiled as one graph.
+
+    If the compilation fails, the call records the reason, and returns None without running the
+    function.
+    """
 
     def __init__(
         self,
@@ -144,7 +155,7 @@ class CompiledFunction:
         self.take(function)
 
     def take(self, function: Callable[..., Any]) -> None:
-        """Compile `function` in place of the previous function, at the next call."""
+        """Replace the function by `function`, which is compiled at the next call."""
         # torch counts compilations by code object, and stops after eight
         if isinstance(function, FunctionType):
             code = function.__code__.replace()
@@ -179,10 +190,11 @@ def compile_function(
     backend: Any = "inductor",
     on_cpu: bool = False,
 ) -> tuple[CompiledRegions, CompiledFunction]:
-    """Compile `function`, which may call torch.autograd.grad, as one graph at its first call.
+    """Compile `function` as one graph at its first call; it may call torch.autograd.grad.
 
-    The arguments are those of `compile_regions`. With `on_cpu`, for a function whose tensors are
-    all on the CPU, one C++ program calls the kernels (`cpp_wrapper`), without Python between them.
+    `name` stands for the function in messages. `on_cpu` is for a function whose tensors are all on
+    the CPU: one C++ program then calls the kernels (`cpp_wrapper`), without Python between them.
+    All other arguments are those of `compile_regions`.
     """
     torch._dynamo.config.trace_autograd_ops = True
     made = CompiledRegions(
@@ -197,8 +209,11 @@ def compile_function(
 def _options(
     mode: str, dynamic: bool | None, deterministic: bool, backend: Any
 ) -> dict[str, Any] | None:
-    """Return the options that torch.compile takes in place of `mode`; None for a backend other than
-    inductor, which has no options."""
+    """Return the options of torch.compile that stand for `mode` and the other settings.
+
+    Returns None for a backend other than inductor, which has no options. Raises InputError for an
+    unknown mode.
+    """
     if backend != "inductor":
         return None
     inductor: Any = torch._inductor  # torch imports it at the first access
@@ -218,8 +233,10 @@ def _options(
 
 
 class _Region:
-    """The replacement for a module's call: the compiled call, or the eager call once compiling has
-    failed."""
+    """Replacement for the call of a module: the compiled call.
+
+    If the module cannot be compiled, it is called in eager mode from then on.
+    """
 
     def __init__(
         self,
@@ -246,11 +263,11 @@ class _Region:
 
 
 def _find_compile_target(module: nn.Module) -> Any:
-    """Return the callable that torch.compile traces for a module: its `_call_impl`, or a wrapper of
-    that.
+    """Return the callable that torch.compile traces for a module.
 
-    Dynamo skips frames of torch itself, so a module of torch, or one whose `forward` was replaced,
-    needs a wrapper that is not torch's.
+    It is the `_call_impl` of the module, or a wrapper of it. Dynamo skips code of torch itself.
+    Therefore a module that torch defines, or whose `forward` was replaced, needs a wrapper that is
+    not in torch.
     """
     if inspect.ismethod(module.forward) and not torch._dynamo.trace_rules.check(module.forward):
         return module._call_impl
@@ -262,8 +279,11 @@ def _find_compile_target(module: nn.Module) -> Any:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Return the exception types that mean a failed compilation; `FailOnRecompileLimitHit` is
-    separate, where torch has it."""
+    """Return the exception types that mean that a compilation failed.
+
+    They are TorchDynamoException and, if torch has it, FailOnRecompileLimitHit, which is not a
+    subclass of TorchDynamoException.
+    """
     named: Any = torch._dynamo.exc
     too_often = getattr(named, "FailOnRecompileLimitHit", None)
     return (
@@ -274,8 +294,10 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the first two lines of the compiler's error, with the user's line of code where the
-    error names one."""
+    """Return the first two lines of a compiler error, with the user's line of code.
+
+    The line of code is left out if the error does not name it.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[:2])[:300]
     frames = [

@@ -1,8 +1,7 @@
-"""Compilations and recompilations of this process: which code, why, for how long, and where each
-graph ended.
+"""Compilations and recompilations in this process: the code, the reason, the time, graph breaks.
 
 torch keeps records of its last compilations (`torch._dynamo.utils.get_compilation_metrics`) and of
-every graph break (`graph_break_reasons` in the same module). Both are private; where torch lacks
+every graph break (`graph_break_reasons` in the same module). Both names are private; if torch lacks
 them, nothing is reported. https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html
 """
 
@@ -27,8 +26,10 @@ _JUMP = "Data-dependent branching: the value of a tensor decides which branch ru
 
 
 class Steward:
-    """Reader that returns each compilation of this process once, except those before the reader was
-    created."""
+    """Reader of the compilations in this process, which returns each compilation once.
+
+    Compilations from before the reader was created are left out.
+    """
 
     def __init__(self) -> None:
         self._last = {
@@ -36,17 +37,19 @@ class Steward:
         }
 
     def take(self) -> list[Compilation]:
-        """Return the compilations since the last call; if torch has dropped some of its records,
-        the newest."""
+        """Return the compilations since the last call of this method.
+
+        torch keeps only its last records, so that the oldest compilations may be missing.
+        """
         records = self._take_new(RECORDS)
         ended = self._read_break_reasons(records)
         return [_read(record, ended.get(id(record))) for record in records]
 
     def _take_new(self, name: str) -> list[Any]:
-        """Return the records of torch under `name` that no call has returned yet.
+        """Return the records that torch keeps under `name`, except those returned before.
 
-        Returns all records where torch has dropped the last one that was returned, as after a
-        reset.
+        If torch has dropped the record that was returned last, for example after a reset, all
+        records are returned.
         """
         kept, new = _torch_records(name), list[Any]()
         for each in reversed(kept):
@@ -58,8 +61,11 @@ class Steward:
         return new[::-1]
 
     def _read_break_reasons(self, records: Sequence[Any]) -> Mapping[int, str]:
-        """Return the reasons of the graph breaks since the last call, by the `id` of the
-        compilation record of each."""
+        """Return the reasons of the graph breaks since the last call of this method.
+
+        They are indexed by the `id` of the compilation record of the function in which the graph
+        breaks.
+        """
         ended: dict[int, str] = {}
         for each in self._take_new(BREAKS):
             if not each.user_stack:
@@ -89,7 +95,10 @@ class Steward:
 
 
 def _torch_records(name: str) -> Sequence[Any]:
-    """Return the records that torch keeps under `name`: a list, or a function that returns one."""
+    """Return the records in `torch._dynamo.utils` under `name`, as a list.
+
+    The attribute may be a list, or a function that returns one.
+    """
     kept: Any = getattr(sys.modules.get("torch._dynamo.utils"), name, ())
     return list(kept() if callable(kept) else kept)
 
@@ -124,8 +133,10 @@ def _read(record: Any, ended_early: str | None) -> Compilation:
 
 
 def _describe_break(reason: str, file: str, line: int) -> str:
-    """Return why a graph ends, and the user's line of code where it ends, without torch's hints and
-    links."""
+    """Return why a graph ends, and the line of the user's code at which it ends.
+
+    torch's hints and links are left out.
+    """
     lines = [part.strip() for part in reason.splitlines() if part.strip()]
     explained = next(
         (part.removeprefix("Explanation: ") for part in lines if part.startswith("Explanation: ")),

@@ -1,10 +1,10 @@
-"""Deferral of the import of torch's compiler in a process that compiles nothing: the import takes
-half as long again as torch's.
+"""Deferral of the import of torch's compiler in a process that compiles nothing.
 
-torch imports its compiler with the first optimizer, only to exempt `add_param_group` from tracing,
-and in `torch.use_deterministic_algorithms`, only to set one of its options. Two private names
-prevent both: `__dynamo_disable`, the attribute in which `torch._compile` stores the callable it
-runs in place of such a function, and `torch._C._set_deterministic_algorithms`.
+The import takes about half as long as the import of torch. torch imports its compiler when the
+first optimizer is created, only to exempt `add_param_group` from tracing, and in
+`torch.use_deterministic_algorithms`, only to set one of its options. Two private names prevent both
+imports. `__dynamo_disable` is the attribute in which `torch._compile` stores the callable that it
+runs in place of such a function. The other is `torch._C._set_deterministic_algorithms`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ VARIABLE = "TORCHINDUCTOR_DETERMINISTIC"  # read by the compiler's configuration
 
 
 def set_deterministic(on: bool) -> Callable[[], None]:
-    """Turn on deterministic kernels if `on`, with a warning for an operator that has none; return a
-    function that restores the previous state.
+    """Turn on deterministic kernels if `on`; return a function that restores the previous state.
 
-    Same as `torch.use_deterministic_algorithms`, without importing the compiler: the environment
+    An operator without a deterministic kernel causes only a warning. The effect is that of
+    `torch.use_deterministic_algorithms`, but torch's compiler is not imported. The environment
     variable TORCHINDUCTOR_DETERMINISTIC carries the setting to a compiler that is imported later.
     """
     enabled, warn_only = (
@@ -54,8 +54,10 @@ def _set(on: bool, *, warn_only: bool) -> None:
 
 
 def defer_compiler_import() -> Callable[[], None]:
-    """Let optimizers be created without importing torch's compiler, unless something else imports
-    it; return a function that undoes this."""
+    """Prevent torch from importing its compiler when an optimizer is created.
+
+    Returns a function that undoes this. If the compiler is already imported, nothing changes.
+    """
     function: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
     if function is None or "torch._dynamo" in sys.modules or hasattr(function, TOLD):
         return lambda: None

@@ -1,4 +1,4 @@
-"""Memory: activation checkpointing, offloading, chunked losses, and weights mapped from a file."""
+"""Memory savings: activation checkpointing, offloading, chunked losses, file-backed weights."""
 
 from surefoot.core.old_homes import moved_to
 

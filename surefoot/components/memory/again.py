@@ -1,5 +1,7 @@
-"""Buffers and attributes of a block as its forward pass saw them, restored while the block is
-recomputed."""
+"""Restoration of the buffers and attributes of a block while it is recomputed.
+
+The recomputation sees them as they were in the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,13 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Buffers:
-    """The buffers and attributes that a block changes in its forward pass (BatchNorm statistics, a
-    hidden state).
+    """Buffers and attributes that the forward pass of a block changes.
 
-    Recomputing the block sees them as they were in the forward pass, and leaves them as they are at
-    the time of the recomputation. The first forward pass in each train/eval mode of the block's
-    modules shows which of them change; later passes copy only those.
+    A block is a module that is recomputed in the backward pass. Examples of such buffers and
+    attributes are BatchNorm statistics and a hidden state. While the block is recomputed, they have
+    the values from before its forward pass. Afterwards, they get back the values from before the
+    recomputation. The first forward pass in each combination of train and eval modes of the block's
+    modules shows which of them change. Later passes copy only those.
     """
 
     def __init__(self, block: nn.Module) -> None:
@@ -36,18 +39,24 @@ class Buffers:
         self._attributes: dict[tuple[bool, ...], list[Slot]] = {}
 
     def tensors(self) -> list[Tensor]:
-        """Return all buffers of the block, as they are now."""
+        """Return the current buffers of the block."""
         return [getattr(*slot) for slot in self._slots]
 
     def with_copies(self) -> AbstractContextManager[Any]:
-        """Return a context inside which the block uses copies of all its buffers and attributes."""
+        """Return a context inside which the block uses copies of all its buffers and attributes.
+
+        The originals are put back at the end of the context.
+        """
         return CombinedContext(
             _RestoredBuffers(self._slots, self.tensors()), AttributeSnapshot(self._block).lend()
         )
 
     def contexts(self) -> Contexts | None:
-        """Return the contexts for the forward pass and for its recomputation; None if no buffer
-        or attribute changes."""
+        """Return a context for the forward pass of the block, and one for its recomputation.
+
+        With both, the recomputation sees the buffers and attributes of the forward pass. Returns
+        None if the forward pass changes none of them.
+        """
         modes = tuple(module.training for module in self._modules)
         slots = self._moving.get(modes, self._slots)
         known = self._attributes.get(modes)
@@ -109,7 +118,7 @@ class _RestoredBuffers(AbstractContextManager[None]):
 
 
 class CombinedContext(AbstractContextManager[None]):
-    """Several contexts as one, which may be entered more than once."""
+    """Combination of several contexts, which may be entered again after it has ended."""
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
         self._contexts = contexts

@@ -1,4 +1,4 @@
-"""The blocks of a model: modules that repeat, or modules that the caller names."""
+"""Selection of the blocks of a model: modules that repeat, or modules that the caller names."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 def find_blocks(
     model: nn.Module, wanted: Sequence[str | nn.Module] = (), *, key: str = "memory.blocks"
 ) -> dict[str, nn.Module]:
-    """Return the blocks of `model` by name: the modules `wanted`, or without any, the modules that
-    repeat.
+    """Return the blocks of `model` by name, such as the layers of a transformer.
 
-    Modules that repeat are children of one type in a Sequential, ModuleList or ModuleDict, that
-    have children themselves; of nested ones the outermost count.
+    The blocks are the modules in `wanted`. Without these, they are the modules that repeat: several
+    children of the same type in a Sequential, ModuleList or ModuleDict, which have children
+    themselves. Of nested blocks, only the outermost are returned.
 
     Args:
         model: The model to search.
@@ -31,7 +31,8 @@ def find_blocks(
         key: The spec key that names the blocks, for errors.
 
     Raises:
-        InputError: Where no module repeats, and for a pattern or module that matches nothing.
+        InputError: If `wanted` is empty and no module repeats, or if a pattern or module in
+            `wanted` matches nothing.
     """
     if not wanted:
         found = _find_repeated_modules("", model)
@@ -92,7 +93,7 @@ def _find_repeated_modules(prefix: str, module: nn.Module) -> dict[str, nn.Modul
     found: dict[str, nn.Module] = {}
     for name, child in children.items():
         inner = _find_repeated_modules(f"{prefix}{name}.", child)
-        # a container of blocks, no block, unless its children are too small
+        # a container of blocks is not a block, unless its children are too small
         is_row = isinstance(child, CONTAINERS)
         if (
             isinstance(module, CONTAINERS)
@@ -111,7 +112,7 @@ def _is_inside(name: str, chosen: dict[str, nn.Module]) -> bool:
 
 
 def _example_block(model: nn.Module) -> str:
-    """Return a pattern for the error's hint: the first child that has children, if there is one."""
+    """Return an example of a name pattern for a hint, if possible one that matches a module."""
     for name, child in model.named_children():
         if any(True for _ in child.children()):
             return f"{name}.*" if isinstance(child, CONTAINERS) else name

@@ -1,5 +1,7 @@
-"""Memory and time of each block of a model, measured on a batch, and the choice of blocks to
-recompute within a memory budget."""
+"""Choice of the blocks to recompute, so that a model stays within a memory budget.
+
+The memory and the time of each block are measured on a batch.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ TRIALS = 3  # number of measurements of a block; the fastest counts
 
 @dataclass
 class RecomputeDecision:
-    """True if a block is recomputed (`again`).
+    """Decision whether to recompute a block in the backward pass.
 
-    `most_bytes` is the largest total of input bytes that the decision is valid for; None means any.
+    `again` is True if the block is recomputed. `most_bytes` is the largest total size of the
+    block's inputs for which the decision is valid; None means any size.
     """
 
     again: bool = True
@@ -36,12 +39,16 @@ class RecomputeDecision:
 
 
 class Budget:
-    """Measurement of the blocks called `names`, and the choice of the blocks to recompute.
+    """Choice of the blocks to recompute, so that the blocks hold at most `num_bytes` of memory.
 
-    A block is measured once, and all are measured again when one gets larger inputs than before.
-    `own` are the tensors of the model. `chosen` are the indices of the blocks to recompute; None
-    while the blocks are being measured, when every block is recomputed. `fates` holds the decision
-    for each block.
+    Each block is measured once. If a block gets larger inputs than before, all blocks are measured
+    again. `chosen` are the indices of the blocks to recompute; None while the blocks are being
+    measured, when every block is recomputed. `fates` holds the decision for each block.
+
+    Args:
+        names: Names of the blocks.
+        num_bytes: The budget in bytes.
+        own: Parameters and buffers of the model, which do not count.
     """
 
     def __init__(self, names: Sequence[str], num_bytes: int, own: Iterable[Tensor]) -> None:
@@ -68,7 +75,10 @@ class Budget:
         )
 
     def needs_measurement(self, number: int, inputs: Sequence[Tensor]) -> bool:
-        """Return whether the block at index `number` must be measured with these inputs."""
+        """Return whether the block at index `number` must be measured with these inputs.
+
+        If a block gets larger inputs than those that were measured, all measurements are discarded.
+        """
         fate = self.fates[number]
         if fate.most_bytes is not None and fate.covers(inputs):
             if self.chosen is None:
@@ -80,8 +90,11 @@ class Budget:
         return True
 
     def forget(self) -> None:
-        """Discard all measurements and measure again: the calls so far were no training step, such
-        as a trial in eval mode."""
+        """Discard the measurements of all blocks, so that the blocks are measured again.
+
+        The caller uses this if the blocks have not run in a training step, but in a trial in eval
+        mode, for example.
+        """
         self.chosen = None
         self._costs, self._held = {}, set()
         for fate in self.fates:
@@ -90,11 +103,20 @@ class Budget:
     def measure(
         self, number: int, inputs: Sequence[Tensor], run: Callable[[], Any], buffers: Buffers
     ) -> None:
-        """Run a block `TRIALS` times and record its time and its bytes, without changing random
-        streams, buffers or attributes.
+        """Measure the time of a block and the bytes that it saves, by running it three times.
 
-        Raises SpecError if all blocks are measured and the budget cannot be met, InputError for
-        a block that changes its inputs in place.
+        Random states, buffers and attributes are restored afterwards. When all blocks are measured,
+        the blocks to recompute are chosen.
+
+        Args:
+            number: Index of the block.
+            inputs: The input tensors of the block.
+            run: Function that runs the block.
+            buffers: The buffers and attributes of the block.
+
+        Raises:
+            SpecError: If all blocks are measured and the budget cannot be met.
+            InputError: If the block changes its inputs in place.
         """
         given = _storages(inputs)
         versions = [each._version for each in inputs]
@@ -131,8 +153,7 @@ class Budget:
 
     @property
     def costs(self) -> list[RecomputeCost]:
-        """The measured cost of each block, in the order of the blocks; zeros for a block that was
-        not called."""
+        """Measured costs of the blocks, in their order; zeros for a block that was not called."""
         nothing = RecomputeCost("", 0, 0, 0.0)  # for a block that was not called
         return [self._costs.get(number, nothing) for number in range(len(self._names))]
 
@@ -148,7 +169,7 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes of each storage of `tensors`, by its address."""
+    """Return the size in bytes of each storage that `tensors` use, by its address."""
     storages = (each.untyped_storage() for each in tensors)
     return {each.data_ptr(): each.nbytes() for each in storages}
 
@@ -169,7 +190,7 @@ def _identity(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _restoring_state(inputs: Sequence[Tensor], buffers: Buffers) -> Iterator[None]:
-    """Restore random streams, buffers and attributes after the block."""
+    """Restore random states, buffers and attributes at the end of the `with` block."""
     devices = sorted({each.device.index or 0 for each in inputs if each.device.type == "cuda"})
     with torch.random.fork_rng(devices), buffers.with_copies():
         yield

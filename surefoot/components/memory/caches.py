@@ -1,8 +1,7 @@
-"""Switching off the key-value caches that transformer models fill in a forward pass by default
-(`config.use_cache`).
+"""Switching off the key-value caches of transformer models (`config.use_cache`).
 
-A block that is recomputed writes into such a cache a second time, and a traced graph cannot return
-one.
+By default, such models fill a cache in each forward pass. A block that is recomputed would write
+into the cache a second time, and a traced graph cannot return a cache.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ HINT = (
 
 
 def is_of_repeated_pass(error: BaseException) -> bool:
-    """Return whether a block raised `error` while its forward pass was recomputed, not in the first
-    forward pass."""
+    """Return whether `error` was raised while a block was recomputed, not in its first pass."""
     frames = [
         (Path(frame.filename).name, frame.name)
         for frame in traceback.extract_tb(error.__traceback__)
@@ -39,11 +37,10 @@ def is_of_repeated_pass(error: BaseException) -> bool:
 
 
 class CachesOff:
-    """Hooks that set `config.use_cache` to False around each forward pass with gradients, in the
-    modules that contain `blocks`.
+    """Hooks that set `config.use_cache` to False during each forward pass with gradients.
 
-    `modules` are the names of the modules whose `use_cache` is on. The argument `use_cache=True` of
-    a call takes precedence.
+    They are added to the modules that contain one of the `blocks` and whose `use_cache` is True;
+    `modules` are the names of these. The argument `use_cache=True` of a call takes precedence.
     """
 
     def __init__(self, model: nn.Module, blocks: Iterable[str]) -> None:
@@ -65,7 +62,7 @@ class CachesOff:
 
     @property
     def notes(self) -> list[str]:
-        """A line for the log that names the switches that are off; empty if there are none."""
+        """Lines for the log that name the settings that are switched off; empty without any."""
         named = ", ".join(
             f"{name}.config.use_cache" if name else "config.use_cache" for name in self.modules
         )
@@ -76,14 +73,16 @@ class CachesOff:
         )
 
     def remove(self) -> None:
-        """Remove the hooks, so that the switches are left as they are from now on."""
+        """Remove the hooks, so that later forward passes do not change `config.use_cache`."""
         for handle in self._handles:
             handle.remove()
 
 
 class _CacheSettings:
-    """The stack of values of one module's `use_cache`, one for each forward pass of the module that
-    is running."""
+    """Stack of the values of `use_cache` to restore in one module.
+
+    It has one value for each running forward pass of the module.
+    """
 
     def __init__(self) -> None:
         self._before: list[Any] = []
@@ -100,13 +99,13 @@ class _CacheSettings:
 
 
 def is_caching(module: nn.Module) -> bool:
-    """Return whether the config of a module has `use_cache` on."""
+    """Return whether `config.use_cache` of a module is True."""
     return getattr(getattr(module, "config", None), "use_cache", None) is True
 
 
 @contextmanager
 def without_caches(model: nn.Module) -> Iterator[None]:
-    """Set `config.use_cache` to False in all modules of `model` inside the block."""
+    """Set `config.use_cache` to False in all modules of `model` inside the `with` block."""
     configs: Mapping[int, Any] = {
         id(module.config): module.config for module in model.modules() if is_caching(module)
     }

@@ -1,9 +1,9 @@
-"""A linear layer with cross-entropy, computed a few rows at a time, so that the logits of all rows
-never exist at once.
+"""Linear layer with cross-entropy, computed in chunks of rows to save memory.
 
-The gradients are computed together with the loss, while the logits of their rows exist, as in Liger
-(Hsu et al. 2024, arXiv 2410.10989) and Cut Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009):
-three matmuls for each row, as many as the unchunked computation has.
+The logits of all rows never exist at the same time. The gradients are computed together with the
+loss, while the logits of a chunk exist, as in Liger (Hsu et al. 2024, arXiv 2410.10989) and Cut
+Cross-Entropy (Wijmans et al. 2024, arXiv 2411.09009). Each row takes three matmuls, as many as
+without chunks.
 """
 
 # R rows (all leading sizes as one), D width, V vocabulary
@@ -31,24 +31,24 @@ def linear_cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of `linear(hidden, weight, bias)` without all logits at once.
+    """Return the summed cross-entropy of `linear(hidden, weight, bias)`, computed in chunks.
 
-    The sum and its gradients are those of `cross_entropy(linear(hidden, weight, bias).float(),
-    targets, reduction="sum")`; under autocast, the matmuls run in the dtype of autocast. The result
-    has no second derivatives.
+    The logits of all rows never exist at the same time. The sum and its gradients are those of
+    `cross_entropy(linear(hidden, weight, bias).float(), targets, reduction="sum")`; under autocast,
+    the matmuls run in the dtype of autocast. The result has no second derivatives.
 
     Args:
         hidden: Inputs of the output layer, (..., D).
         weight: Weight of the output layer, (V, D).
         targets: Class indices, (...), int64.
         bias: Bias of the output layer, (V,), or None.
-        chunk: Number of rows whose logits exist at the same time; None for as many rows as have
-            16 MiB of fp32 logits, but at least 64.
+        chunk: Number of rows whose logits exist at the same time; None for as many rows as have 16
+            MiB of fp32 logits, but at least 64.
         ignore_index: Targets of this value are left out.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
 
     Returns:
-        The sum in nats, and the number of targets in it.
+        The sum in nats, and the number of targets that it includes.
 
     Raises:
         InputError: For shapes that do not fit, targets that are not integers, and a chunk or

@@ -1,4 +1,4 @@
-"""The increase of memory while code runs, from every allocation that torch's profiler records."""
+"""Measurement of the increase of memory while code runs, with torch's profiler."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ MEMORY = "[memory]"  # the profiler's name for an allocation or a release
 
 
 class Rise:
-    """The peak memory of torch's CPU allocator between `start` and `stop`, in bytes above the
-    memory at `start`.
+    """Recorder of the peak memory of torch's CPU allocator while code runs.
 
-    Memory that libraries allocate themselves (oneDNN's scratchpad) is not recorded, nor is the
-    release of memory allocated before `start`.
+    `stop` returns the peak since `start`, in bytes above the memory at `start`. Memory that
+    libraries allocate themselves (oneDNN's scratchpad) is not recorded, nor is the release of
+    memory that was allocated before `start`.
     """
 
     def __init__(self) -> None:
         self._recorder: profile | None = None
 
     def start(self) -> None:
-        """Start recording, unless it has started already."""
+        """Start recording memory allocations, unless the recorder is already running."""
         if self._recorder is None:
             self._put_back = place.quiet_profiler()
             self._recorder = profile(

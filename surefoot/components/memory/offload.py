@@ -1,5 +1,4 @@
-"""Offloading of saved activations: the tensors that autograd saves in the forward pass are kept in
-host memory."""
+"""Offloading of the tensors that autograd saves in the forward pass to host memory."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ MIN_BYTES = 1 << 16  # a smaller tensor stays: copying it would cost more than i
 
 
 class Offloaded:
-    """Wrapper of a loss that offloads the tensors saved by autograd to the host.
+    """Wrapper of a loss that moves the tensors saved by autograd to host memory.
 
     The tensors are copied back in the backward pass. Weights, buffers, the batch and tensors under
-    64 KiB stay on the device. The copies use pinned memory, and run on the stream of the
+    64 KiB stay on the device. The copies use pinned memory. They run on the stream of the
     computation: a tensor is copied after it has been computed, and the step waits for the copies.
-    `num_bytes` is the number of bytes that were offloaded.
+    `num_bytes` is the total number of bytes offloaded so far.
 
     Args:
         loss: Function of (model, batch).

@@ -1,12 +1,13 @@
-"""Selective activation checkpointing: recomputing a block except for its expensive matmuls,
-convolutions and attention.
+"""Selective activation checkpointing: the outputs of expensive operators are saved.
 
-Saving all of these outputs frees at most 40 % of the memory that recomputing a transformer block in
-full frees; recomputing a quarter of their FLOPs, a twelfth of a step, brings that to 60 %. The
-output of attention is always saved: a fused kernel takes longer for its FLOPs than a matmul does.
-Two private names of torch are used: `torch.utils._python_dispatch.TorchDispatchMode`, which sees
-each operator below autograd, and `torch._C._SetExcludeDispatchKeyGuard`, without which an in-place
-change would not be detected in it.
+These are matmuls, convolutions and attention; all other operators of a block are recomputed. Saving
+all of these outputs frees at most 40 % of the memory that recomputing a whole transformer block
+frees. If a quarter of their FLOPs, a twelfth of a step, is recomputed too, this becomes 60 %. The
+output of attention is always saved, because a fused attention kernel needs more time for its FLOPs
+than a matmul. Two private names of torch are used:
+`torch.utils._python_dispatch.TorchDispatchMode`, which sees each operator below autograd, and
+`torch._C._SetExcludeDispatchKeyGuard`, without which an in-place change of a saved output would not
+be detected.
 """
 
 from __future__ import annotations
@@ -40,27 +41,32 @@ PRODUCTS = (
 )
 # index of the argument whose last dimension is the inner size
 SUMMED = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-SHARE = 0.26  # of all FLOPs, which may be recomputed: Q, K and V are a quarter of a GPT block's
+SHARE = 0.26  # share of FLOPs that may be recomputed: Q, K and V have a quarter of a GPT block's
 
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of one matmul, convolution or attention (inf where they are not known), and the
-    bytes of its output."""
+    """Cost of one matmul, convolution or attention: its FLOPs, and the bytes of its output.
+
+    `flops` is infinite if it is not known.
+    """
 
     flops: float
     num_bytes: int
 
     @property
     def rank(self) -> tuple[float, int]:
-        """The sort key: the fewest FLOPs per output byte first, and of equal ones the largest
-        output."""
+        """Sort key, by which operators with few FLOPs per output byte come first.
+
+        Of operators with equal FLOPs per byte, the one with the largest output comes first.
+        """
         return self.flops / max(self.num_bytes, 1), -self.num_bytes
 
 
 class FlopsAllowance:
-    """The FLOPs of matmuls and convolutions that the blocks of a model may recompute: a share of
-    all; a block may use what earlier ones left.
+    """Number of FLOPs of matmuls and convolutions that the blocks of a model may recompute.
+
+    It is 26 % of the FLOPs of these operators. A block may also use what earlier blocks have left.
 
     >>> FlopsAllowance().choose([ProductWork(12, 12), ProductWork(4, 4), ProductWork(32, 16)])
     frozenset({0})
@@ -70,11 +76,11 @@ class FlopsAllowance:
         self._left = 0.0
 
     def choose(self, work: Sequence[ProductWork]) -> frozenset[int]:
-        """Return the indices in `work` that a block recomputes: the fewest FLOPs per byte first, of
-        equal ones the largest.
+        """Return the indices of the operators in `work` that a block recomputes.
 
-        The last index is not among them: that output is neither saved nor recomputed while the
-        backward pass does not need it, and saved once it does.
+        Operators with the fewest FLOPs per output byte are chosen first; of equal ones, that with
+        the largest output. The last operator is never chosen. Its output is saved only if a
+        recomputation has needed it.
         """
         self._left += SHARE * sum(each.flops for each in work if math.isfinite(each.flops))
         found = set()
@@ -86,12 +92,12 @@ class FlopsAllowance:
 
 
 class Products:
-    """The matmuls, convolutions and attention of one block; the outputs of the expensive ones are
-    saved for recomputation.
+    """Choice of the operators in one block whose outputs are saved for the recomputation.
 
-    Outputs are saved up to the last one that a recomputation has needed: where a block ends in a
-    matmul, the backward pass does not need the output. Until that is known, the last output is not
-    saved, so that no step holds more memory than the others.
+    Only the outputs of matmuls, convolutions and attention are saved, and only up to the last one
+    that a recomputation has needed. If a block ends in a matmul, for example, the backward pass
+    does not need its output. Until this is known, the last output is not saved, so that no step
+    needs more memory than the others.
     """
 
     def __init__(self, allowance: FlopsAllowance) -> None:
@@ -103,14 +109,19 @@ class Products:
         self.again = self._allowance.choose(work)
 
     def contexts(self) -> Contexts:
-        """Return the contexts for the forward pass and for its recomputation."""
+        """Return a context for the forward pass of the block, and one for its recomputation.
+
+        The first saves outputs, and the second uses them instead of running the operators again.
+        """
         kept: dict[int, _SavedOutput] = {}
         return _SaveOutputs(self, kept), _ReuseOutputs(self, kept)
 
 
 class _SavedOutput:
-    """The saved output of one operator; `take` returns None once something has changed it in
-    place."""
+    """Saved output of one operator.
+
+    `take` returns it, or None if it has been changed in place since it was saved.
+    """
 
     def __init__(self, output: Any) -> None:
         self._is_one = isinstance(output, Tensor)
@@ -132,8 +143,11 @@ class _SavedOutput:
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not wrap each call of the mode: nothing below it is
-        compiled, and the wrapper costs more than the call."""
+        """Return False, so that torch does not wrap each call of this dispatch mode.
+
+        The wrapper only switches compilation off. It costs more than the call, and nothing is
+        compiled here.
+        """
         return False
 
 
@@ -222,10 +236,11 @@ def _work_of(name: str, args: tuple[Any, ...], output: Any) -> ProductWork:
 
 
 def keep_products() -> Contexts:
-    """Return selective checkpointing contexts with the policy of Products, for torch.compile.
+    """Return contexts of selective checkpointing for torch.compile that save expensive outputs.
 
-    A compiler takes only torch's selective checkpointing contexts, and determines itself which
-    outputs the backward pass needs.
+    These are the outputs of matmuls, convolutions and attention. torch.compile accepts only the
+    contexts of torch's own selective checkpointing. It determines itself which outputs the backward
+    pass needs.
     """
     contexts: Contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return contexts
@@ -248,11 +263,12 @@ def _is_kept(operator: Any, args: tuple[Any, ...], named: dict[str, Any]) -> boo
 
 @functools.cache
 def _find_randomness(operator: Any) -> bool | int | None:
-    """Return whether a matmul, convolution or attention draws random numbers, or the index of its
-    `dropout_p` argument; None for others.
+    """Return whether a matmul, convolution or attention draws random numbers.
 
-    An operator that draws is not saved: skipping it in the recomputation would leave the random
-    stream different for the operators after it.
+    If this depends on its argument `dropout_p`, the index of that argument is returned. For other
+    operators, the result is None. The output of an operator that draws random numbers is not saved:
+    a recomputation without this operator would leave the random state different for later
+    operators.
     """
     if getattr(operator, "overloadpacket", None) not in _PACKETS:
         return None

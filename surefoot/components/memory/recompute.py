@@ -1,9 +1,9 @@
-"""Activation checkpointing for any model without changes to its code: blocks drop their
-activations, and recompute them in backward.
+"""Activation checkpointing for any model, without changes to its code.
 
-Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016. It uses torch.utils.checkpoint
-with use_reentrant=False; random streams and buffers are as they were in the forward pass, so that
-only memory and time change.
+Blocks of the model drop their activations, and recompute them in the backward pass (Chen et al.,
+"Training Deep Nets with Sublinear Memory Cost", 2016). The blocks run in torch.utils.checkpoint
+with use_reentrant=False. In the recomputation, random states and buffers are as they were in the
+forward pass, so that only memory and time change.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ _SEAT = "_surefoot_seat"  # the attribute of a block that holds its _BlockSettin
 
 
 class RecomputeHandle:
-    """Result of `recompute`: the `blocks` it found, those it `skipped` with the reason, and the
-    `names` of those that are recomputed."""
+    """Result of `recompute`, which can switch activation checkpointing off again (`undo`).
+
+    `blocks` are the names of the blocks that can be recomputed, and `names` those of the blocks
+    that are recomputed. `skipped` gives the reason for each block that cannot be recomputed.
+    """
 
     def __init__(
         self,
@@ -58,12 +61,12 @@ class RecomputeHandle:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the blocks that are recomputed: all of them while a budget measures."""
+        """Names of the blocks that are recomputed; all of them until a memory budget has chosen."""
         return tuple(name for name, fate in zip(self.blocks, self.fates, strict=True) if fate.again)
 
     @property
     def words(self) -> str:
-        """A line for the log on which blocks are recomputed."""
+        """Line for the log that says which blocks are recomputed."""
         if self.budget is not None and self.budget.chosen is None:
             return self.budget.words
         what = "the cheap operators of " if self.how.kind == "operators" else ""
@@ -75,7 +78,10 @@ class RecomputeHandle:
 
     @property
     def notes(self) -> list[str]:
-        """Lines for the log before the first batch; a memory budget chooses blocks only later."""
+        """Lines for the log that are known before the first batch.
+
+        The choice of a memory budget is not among them, because it is made later.
+        """
         if not self.blocks:
             return []
         chosen = [self.words] if self.budget is None else []
@@ -101,18 +107,20 @@ def recompute(
 
     The activations of these blocks are recomputed in the backward pass. Gradients stay bitwise
     identical, and the model keeps the names of its parameters and its hooks. During a forward pass
-    with gradients, `config.use_cache` is False in the modules around the blocks.
+    with gradients, `config.use_cache` is False in the modules that contain the blocks.
 
     Args:
         model: The model, changed in place.
-        how: "full" recomputes every block; "every 2" every second block; "operators" recomputes the
-            cheap operators of every block and saves the outputs of expensive matmuls. A size such
-            as "12 MiB" is the memory that the blocks may hold: the blocks are measured with the
-            first batch, and the set of blocks that costs the least time is recomputed.
-        blocks: The blocks, as name patterns or modules; without any, the modules that repeat.
+        how: "full" recomputes every block, and "every 2" every second block. "operators" recomputes
+            the cheap operators of every block, and saves the outputs of expensive matmuls. A size
+            such as "12 MiB" limits the memory that the blocks may hold: the blocks are measured
+            with the first batch, and the set of blocks that takes the least extra time is
+            recomputed.
+        blocks: The blocks, as name patterns or modules; by default, the modules that repeat.
 
     Raises:
-        SpecError: For any other `how`; with the first batch, for a budget that cannot be met.
+        SpecError: For any other `how`. A memory limit that cannot be met raises it with the first
+            batch.
         InputError: If there are no blocks, or none that can be recomputed.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)))
@@ -156,9 +164,10 @@ def _reason_against(block: nn.Module) -> str | None:
 
 
 class _BlockSettings:
-    """The index, decision and buffers of one block, stored as an attribute of the block.
+    """Settings of one block, stored as an attribute of the block.
 
-    A compiled block does not read its index, so that equal blocks share their compiled code.
+    They are its index, the decision whether it is recomputed, and its buffers. A compiled block
+    does not read its index, so that equal blocks share their compiled code.
     """
 
     def __init__(self, number: int, plan: RecomputeHandle, buffers: Buffers) -> None:
@@ -212,10 +221,10 @@ def _call(forward: Callable[..., Any], num_args: int, names: tuple[str, ...], *g
 
 @functools.cache
 def _make_recomputing_subclass(kind: Any) -> type[nn.Module]:
-    """Return a subclass of `kind` with the same name, whose `forward` calls the `run` of the
-    block's `_BlockSettings`.
+    """Return a subclass of the module class `kind` whose `forward` can be recomputed.
 
-    Parameter names, hooks and copies of a module are unaffected.
+    Its `forward` calls the `run` of the block's `_BlockSettings`. The subclass has the same name,
+    and parameter names, hooks and copies of a module are unaffected.
     """
 
     def forward(self: nn.Module, *args: Any, **named: Tensor | Any) -> Any:

@@ -1,11 +1,11 @@
-"""File-backed parameters: weights are built in a memory-mapped file, of which only the pages in use
-are in memory.
+"""Parameters in memory-mapped files, of which only the pages in use are in memory.
 
-A rank that keeps some rows of each weight then needs no memory for the whole model. The model's
-constructor runs unchanged, with the same random draws: it fills the mapped memory, and the pages
-are released with madvise(2) once `KEPT_BYTES` were touched. The file has no name, is stored on
-disk, and disappears with the process. A parameter whose memory another tensor shares stays in
-memory: that tensor would no longer see changes of the parameter.
+A rank that needs only some rows of each weight then needs no memory for the whole model. The
+constructor of the model runs unchanged, with the same random numbers, and fills the mapped memory.
+The pages are released with madvise(2) whenever more than `KEPT_BYTES` have been touched. The files
+have no names, are stored on disk, and disappear with the process. A parameter that shares its
+memory with a different tensor stays in memory, because that tensor would no longer see changes of
+the parameter.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from torch.overrides import TorchFunctionMode
 
 from surefoot.core.ranks.mapping import map_file, release_pages
 
-# smaller tensors stay in memory; touched pages are released beyond the second
+# tensors below MIN_BYTES stay in memory; pages are released after KEPT_BYTES were touched
 MIN_BYTES, KEPT_BYTES = (1 << 18, 16 << 20)
 ALONE = 2  # use count of a storage that only one parameter uses: its tensor, and the queried object
 ON_DISK = "/var/tmp"  # /tmp is memory on many systems (file-hierarchy(7)), and the file has no name
 
 
 class FileBackedParameters(TorchFunctionMode):
-    """A context in which the parameters that a model registers move to a file; it may be entered
-    again.
+    """Context in which the parameters that a model registers are moved to memory-mapped files.
 
-    Parameters stay in memory if the disk is full.
+    It may be entered again. If the disk is full, parameters stay in memory.
     """
 
     def __init__(self) -> None:
@@ -83,8 +82,10 @@ class FileBackedParameters(TorchFunctionMode):
         return made
 
     def _release_pages(self) -> None:
-        """Release the mapped pages: their contents stay in the file, and are read from it at the
-        next access."""
+        """Release the memory of all mapped parameters.
+
+        Their values stay in the files, and are read from there at the next access.
+        """
         for address, size in list(self._maps.items()):
             release_pages(address, size)
         self._touched_bytes = 0
@@ -125,8 +126,10 @@ def _address(tensor: Tensor) -> int:
 
 
 def _is_alone(parameter: Tensor) -> bool:
-    """Return whether the parameter uses all of its storage and no other tensor shares that; False
-    where torch has no use count."""
+    """Return whether a parameter uses its whole storage, and no other tensor uses that storage.
+
+    The result is False if torch has no use count of storages.
+    """
     storage = parameter.untyped_storage()
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     return (
@@ -137,8 +140,7 @@ def _is_alone(parameter: Tensor) -> bool:
 
 
 def _map(num_bytes: int) -> Any:
-    """Return the memory map of a new file without a name; None if the disk has no space for
-    it."""
+    """Return the memory map of a new, unnamed file; None if the disk has no space for it."""
     try:
         with tempfile.TemporaryFile(dir=ON_DISK if os.access(ON_DISK, os.W_OK) else None) as file:
             # a disk that fills up later would end the process by SIGBUS

@@ -1,9 +1,9 @@
-"""Memory allocations of a computation, predicted without running it: on torch's fake tensors, with
-every storage recorded.
+"""Prediction of the memory that a computation allocates, without real tensors.
 
-It uses `torch._subclasses.fake_tensor.FakeTensorMode`, whose tensors have sizes and no data, and
-`torch.utils._python_dispatch.TorchDispatchMode`. The memory that a kernel allocates inside itself
-is not seen; `workspace` adds it for the operators where it matters.
+The computation runs on fake tensors, which have sizes but no data
+(`torch._subclasses.fake_tensor.FakeTensorMode`). A `torch.utils._python_dispatch.TorchDispatchMode`
+records every storage. Memory that a kernel allocates internally is not visible; `workspace` adds it
+for the operators where it matters.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ OF_PART = f"{ACTIVATIONS} of "
 
 
 def fake_tensors() -> FakeTensorMode:
-    """Return a context in which tensors are fake: they have sizes, dtypes and devices, and no
-    data."""
+    """Return a context in which tensors have sizes, dtypes and devices, but no data."""
     return _Sizes(allow_non_fake_inputs=True)
 
 
 def build_without_numbers(sizes: FakeTensorMode, build: Callable[[], Any]) -> Any:
-    """Return what `build` returns, with fake tensors.
+    """Return the result of `build`, with fake tensors of the mode `sizes`.
 
-    If `build` needs data itself (a cast, `item()`), it runs with real tensors, and the result is
-    copied to fake ones.
+    If `build` fails with fake tensors, because it needs data (a cast, `item()`), it runs with real
+    tensors, and a fake copy of the result is returned.
     """
     try:
         return build()
@@ -55,10 +54,10 @@ def build_without_numbers(sizes: FakeTensorMode, build: Callable[[], Any]) -> An
 
 
 class _Sizes(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode that `copy.deepcopy` does not copy.
+    """FakeTensorMode that `copy.deepcopy` does not copy.
 
-    Each fake tensor has its mode among its fields; with a copy of the mode, the views of a copied
-    tensor would become copies of it.
+    Each fake tensor refers to its mode. If the mode were copied with a tensor, the views of that
+    tensor would become separate tensors.
     """
 
     def __deepcopy__(self, memo: Any) -> Self:
@@ -66,11 +65,11 @@ class _Sizes(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that records when every storage is created and freed, with a kind for each.
+    """Context that records when each storage is created and freed, and its kind.
 
-    A storage that a forward pass creates and leaves behind is an activation, of the part of the
-    model that `enter` named last. A storage that the forward pass frees, and any other without a
-    kind, is temporary.
+    The kind says what a storage is used for. A storage that a forward pass creates and does not
+    free is an activation, of the part of the model that was named last by `enter`. All other
+    storages are temporary, unless the caller sets a different kind.
     """
 
     def __init__(self) -> None:
@@ -82,14 +81,14 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, int] = {}  # id of a storage -> its number
 
     def enter(self, part: str | None) -> None:
-        """Attribute the allocations from now on to this part of the model."""
+        """Attribute later allocations to this part of the model; None for no part."""
         self._part = part
 
     def begin_forward(self) -> None:
         self._is_forward, self._first = True, len(self._kinds)
 
     def end_forward(self) -> None:
-        """End the forward pass: storages that it created and freed again become temporary."""
+        """End the forward pass; storages that it has created and freed again become temporary."""
         self._is_forward = False
         alive = set(self._alive.values())
         for number in range(self._first, len(self._kinds)):
@@ -117,20 +116,24 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ACTIVATIONS if self._part is None else f"{OF_PART}{self._part}"
 
     def pass_through(self, num_bytes: int, kind: str) -> None:
-        """Record `num_bytes` that are allocated and freed at once."""
+        """Record `num_bytes` that are allocated and freed again immediately."""
         number = self.reserve(num_bytes, kind)
         self._events.append((number, -num_bytes))
 
     def reserve(self, num_bytes: int, kind: str) -> int:
-        """Record `num_bytes` that belong to no tensor of the trace and are not freed; return the
-        number of the record."""
+        """Record `num_bytes` that are never freed and belong to no tensor.
+
+        Returns the number of the record.
+        """
         self._kinds.append(kind)
         self._events.append((len(self._kinds) - 1, num_bytes))
         return len(self._kinds) - 1
 
     def hold(self, tensor: Tensor, kind: str, share: float = 1.0) -> None:
-        """Record the storage of `tensor`, if it is new; `share` is the fraction of its bytes that
-        counts."""
+        """Record the storage of `tensor` until it is freed, unless it is already recorded.
+
+        `share` is the fraction of its bytes that is counted.
+        """
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -147,13 +150,13 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events.append((number, -num_bytes))
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """Set the kind of the storage of `tensor`, from its creation on."""
+        """Set the kind of the storage of `tensor`, for its whole lifetime."""
         number = self._alive.get(id(tensor.untyped_storage()))
         if number is not None:
             self._kinds[number] = kind
 
     def peak(self) -> tuple[int, dict[str, int]]:
-        """Return the peak number of bytes, and the bytes of each kind at the peak."""
+        """Return the peak of the allocated bytes, and the bytes of each kind at that time."""
         now = most = 0
         place = 0
         for index, (_, change) in enumerate(self._events):
@@ -166,7 +169,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return most, {kind: num_bytes for kind, num_bytes in terms.items() if num_bytes}
 
     def by_part(self) -> dict[str, int]:
-        """Return the peak bytes of activations of each part of the model, the largest first."""
+        """Return the peak bytes of activations for each part of the model, the largest first."""
         now: Counter[str] = Counter()
         most: Counter[str] = Counter()
         for number, change in self._events:
@@ -181,8 +184,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def track_blocks(
     blocks: Mapping[str, nn.Module], enter: Callable[[str | None], None]
 ) -> Iterator[None]:
-    """Call `enter` with the name of a block when its forward pass starts, and with None when it
-    ends."""
+    """Call `enter` with the name of a block when its forward pass starts, and with None at its end.
+
+    The hooks for this are removed at the end of the `with` block.
+    """
     handles = []
     for name, block in blocks.items():
         handles.append(block.register_forward_pre_hook(lambda module, args, name=name: enter(name)))
@@ -195,7 +200,7 @@ def track_blocks(
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of all storages of `tensors`, each storage once."""
+    """Return the total size in bytes of the storages of `tensors`; a shared one counts once."""
     return sum(
         {
             id(storage): storage.nbytes()

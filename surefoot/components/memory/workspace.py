@@ -1,12 +1,11 @@
-"""Memory that CPU kernels save or allocate inside themselves, which torch's fake tensors do not
-model.
+"""Memory that CPU kernels save or allocate internally, which fake tensors do not show.
 
-The formulas follow what torch 2.13 with oneDNN 3.x allocates on x86, measured with its profiler
-(benchmarks/memory_prediction): a convolution changes the layout of its inputs and outputs,
-arithmetic between dtypes copies the narrower tensor, an LSTM saves a workspace for its backward
-pass. The workspace of an LSTM is measured on two short sequences and extrapolated, since it grows
-linearly with the steps. The memory of matmuls and convolutions in 16 bits is measured too, up to a
-size, since it follows no simple rule.
+The formulas describe the allocations of torch 2.13 with oneDNN 3.x on x86, as measured with torch's
+profiler (benchmarks/memory_prediction). A convolution changes the layout of its inputs and outputs,
+arithmetic between dtypes copies the narrower tensor, and an LSTM saves a workspace for its backward
+pass. The workspace of an LSTM grows linearly with the sequence length, so it is measured on two
+short sequences and extrapolated. The memory of matmuls and convolutions in 16 bits follows no
+simple rule, so it is measured for calls up to a certain size.
 """
 
 # N batch, C channels, T steps
@@ -28,13 +27,16 @@ from surefoot.runtime.nested_tensors import find_tensors
 
 BLOCK = 16  # channels in one block of oneDNN's layout
 SHORT, LONG = 2, 34  # sequence lengths for the measurement of an LSTM's workspace
-MAX_MEASURED_BYTES = 1 << 25  # of inputs and outputs: more takes seconds, for a small share
+MAX_MEASURED_BYTES = 1 << 25  # of inputs and outputs; measuring more takes seconds
 aten = torch.ops.aten
 
 
 def measure_workspace(func: Any, args: tuple[Any, ...], out: Any) -> tuple[Any, int]:
-    """Return the output of an operator, with the workspace that its kernel really saves, and the
-    bytes it allocates while it runs."""
+    """Return the output of an operator, and the bytes that its kernel allocates while it runs.
+
+    In the output of an LSTM, the workspace is replaced by one with the size that the kernel really
+    saves.
+    """
     operator = func.overloadpacket
     if operator is aten.mkldnn_rnn_layer:
         kept, inside, _ = _lstm(args)
@@ -58,7 +60,7 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _channel_blocked_bytes(tensor: Tensor) -> int:
-    """Return the bytes of (N, C, ...) with its channels rounded up to whole blocks."""
+    """Return the bytes of a tensor (N, C, ...) after C is rounded up to a multiple of BLOCK."""
     channels = tensor.shape[1]
     return _bytes(tensor) // channels * math.ceil(channels / BLOCK) * BLOCK if channels else 0
 
@@ -109,16 +111,15 @@ def _batch_norm_backward(args: tuple[Any, ...], out: Any) -> int:
 
 
 def _copies(*tensors: Tensor) -> int:
-    """Return the bytes of the tensors that are not contiguous: kernels that need contiguous tensors
-    copy those."""
+    """Return the bytes of the tensors that are not contiguous, which kernels copy."""
     return sum(_bytes(each) for each in tensors if not each.is_contiguous())
 
 
 def _arithmetic(args: tuple[Any, ...], out: Tensor) -> int:
-    """Return the bytes of the copies in an arithmetic operator between dtypes.
+    """Return the bytes that an arithmetic operator between tensors of different dtypes copies.
 
-    Operands of a different dtype are copied to the common dtype; a result in a narrower dtype is
-    written through another copy.
+    An operand is copied if its dtype is not the common dtype. A result in a narrower dtype is
+    computed in a temporary copy.
     """
     common = functools.reduce(
         torch.promote_types,
@@ -134,8 +135,7 @@ def _arithmetic(args: tuple[Any, ...], out: Tensor) -> int:
 
 
 def _reduction(args: tuple[Any, ...], out: Tensor) -> int:
-    """Return the bytes of the fp32 copies that the mean of a 16-bit tensor makes; 0 for other
-    dtypes."""
+    """Return the bytes of the fp32 copies in the mean of a 16-bit tensor; 0 for other dtypes."""
     return (
         (args[0].numel() + out.numel()) * 4
         if args[0].element_size() < 4 and args[0].is_floating_point()
@@ -162,9 +162,10 @@ _ASKED = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution_backward
 
 
 def _is_measured(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
-    """Return whether the memory of a call is measured by running it: small calls in 16 bits.
+    """Return whether the memory of an operator call is measured by running the call.
 
-    Convolutions are measured in bf16 alone, since fp16 takes seconds on a CPU without fp16 units.
+    This is the case for small calls in 16 bits. The backward pass of a convolution is measured only
+    in bf16, because fp16 takes seconds on a CPU without fp16 units.
     """
     tensors = [*find_tensors(args), *find_tensors(out)]
     dtypes = (
@@ -176,7 +177,7 @@ def _is_measured(operator: Any, args: tuple[Any, ...], out: Any) -> bool:
 
 
 def _workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
-    """Return the bytes that an operator allocates besides its output, measured on zeros."""
+    """Return the bytes that an operator allocates besides its output, measured with zeros."""
     return _measure_workspace(
         operator, tuple(_signature(each) for each in args), torch.get_num_threads()
     )
@@ -213,8 +214,10 @@ def _measure_workspace(operator: Any, given: tuple[Any, ...], num_threads: int) 
 
 
 def _call_with_real_tensors(ask: Callable[[], Any]) -> Any:
-    """Return what `ask` returns in a separate thread, where tensors have data; None if it raises
-    RuntimeError."""
+    """Call `ask` in a separate thread, where tensors have data, and return its result.
+
+    Returns None if `ask` raises RuntimeError.
+    """
     found: list[Any] = []
 
     def run() -> None:
@@ -228,8 +231,10 @@ def _call_with_real_tensors(ask: Callable[[], Any]) -> Any:
 
 
 def _lstm(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """Return the bytes of an LSTM layer's workspace, and the bytes its forward and its backward
-    kernel allocate meanwhile."""
+    """Return the bytes of an LSTM layer's workspace, and those that its kernels allocate.
+
+    The three results are the workspace, the forward kernel and the backward kernel.
+    """
     given = args[0]
     if given.dtype not in (torch.float32, torch.bfloat16):
         return 0, 0, 0  # in a different dtype, oneDNN may abort the process

@@ -1,8 +1,7 @@
-"""Metrics as partial results that can be merged: totals and counts on the device, divided once when
-read.
+"""Metrics as partial results that can be merged over batches, microbatches and ranks.
 
-`accuracy(...).merge(accuracy(...)).value()` is exact for any split into batches, ranks or
-microbatches.
+A partial result has a total and a count on the device. They are divided once, when the value is
+read. `accuracy(...).merge(accuracy(...)).value()` is therefore exact for any split of the data.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ Better = Literal["higher", "lower"]
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean of merged batches, as two parts: total and count.
+    """Mean over items as a total and a count, which can be merged with those of other batches.
 
     Args:
         total: Sum over the items; a scalar tensor or a number.
-        count: Number of items; the value is None while it is 0.
+        count: Number of items; if it is 0, the value is None.
         better: Whether a "higher" or a "lower" value is better.
-        unit: Unit for display; with "%" the value is shown times 100.
+        unit: Unit for display; with "%", the displayed value is multiplied by 100.
     """
 
     total: Tensor | float
@@ -36,10 +35,10 @@ class Mean:
     unit: str = ""
 
     def merge(self, other: Self) -> Self:
-        """Return the sum of both parts, computed in 64 bits.
+        """Return a partial result with the sum of the totals and the sum of the counts, in 64 bits.
 
-        The result is bitwise identical whether the parts are tensors or, from another rank, Python
-        numbers.
+        The sums are bitwise identical for tensors and for Python numbers, such as those from other
+        ranks.
         """
         total, count = (
             _held(self.total) + _held(other.total),
@@ -53,12 +52,13 @@ class Mean:
 
 
 class Perplexity(Mean):
-    """Perplexity exp(total / count), of the whole data set and not the mean over batches.
+    """Perplexity exp(total / count) over the whole data set; it is not a mean over batches.
 
     Args:
         total: Summed negative log-likelihood in nats.
         count: Number of tokens.
-        better: Whether a "higher" or a "lower" value is better; `perplexity` gives "lower".
+        better: Whether a "higher" or a "lower" value is better; the function `perplexity` sets
+            "lower".
         unit: Unit for display.
     """
 
@@ -68,12 +68,13 @@ class Perplexity(Mean):
 
 
 class BitsPerByte(Mean):
-    """Bits per byte, total / (count * ln 2), of the whole data set.
+    """Bits per byte over the whole data set, total / (count * ln 2).
 
     Args:
         total: Summed negative log-likelihood in nats.
         count: Number of bytes of the text.
-        better: Whether a "higher" or a "lower" value is better; `bits_per_byte` gives "lower".
+        better: Whether a "higher" or a "lower" value is better; the function `bits_per_byte` sets
+            "lower".
         unit: Unit for display.
     """
 
@@ -83,11 +84,11 @@ class BitsPerByte(Mean):
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> Mean:
-    """Return the share of samples whose largest logit is at the label.
+    """Return the fraction of samples whose largest logit is that of their label.
 
     Args:
         logits: (B, C) or (B, T, C), with at least 2 classes.
-        labels: Classes (B,) or (B, T); samples labeled -100 are left out.
+        labels: Class indices (B,) or (B, T); samples with the label -100 are ignored.
 
     Raises:
         TaskError: For other shapes.
@@ -96,15 +97,15 @@ def accuracy(logits: Tensor, labels: Tensor) -> Mean:
 
 
 def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
-    """Return the share of samples whose label is among the `k` largest logits.
+    """Return the fraction of samples whose label is among the classes with the `k` largest logits.
 
     Args:
         logits: (B, C) or (B, T, C), with at least 2 classes.
-        labels: Classes (B,) or (B, T); samples labeled -100 are left out.
+        labels: Class indices (B,) or (B, T); samples with the label -100 are ignored.
         k: Number of logits, from 1 to C.
 
     Raises:
-        TaskError: For other shapes, and for fewer classes than `k`.
+        TaskError: For other shapes, and for a `k` that is not from 1 to C.
     """
     _check_shapes(logits, labels)
     if not 1 <= k <= logits.shape[-1]:
@@ -118,8 +119,10 @@ def top_k(logits: Tensor, labels: Tensor, k: int) -> Mean:
 
 
 def _check_shapes(logits: Tensor, labels: Tensor) -> None:
-    """Raise TaskError for logits and labels whose shapes do not match, even if they could be
-    broadcast."""
+    """Raise TaskError if the shapes of logits and labels do not match.
+
+    Shapes that could only be broadcast to each other do not match.
+    """
     given = f"logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)}"
     hint = "logits are (B, C) and labels (B,), or (B, T, C) and (B, T)"
     if logits.ndim < 2 or logits.shape[-1] < 2:
@@ -137,7 +140,7 @@ def _check_shapes(logits: Tensor, labels: Tensor) -> None:
 
 
 def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
-    """Return exp(total / count) of a summed negative log-likelihood, as a partial.
+    """Return the perplexity exp(total / count) as a partial result, which can be merged.
 
     Args:
         total_nats: Negative log-likelihood in nats, summed over the tokens.
@@ -147,7 +150,7 @@ def perplexity(total_nats: Tensor | float, count: Tensor | float) -> Perplexity:
 
 
 def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerByte:
-    """Return the bits per byte of a summed negative log-likelihood, as a partial.
+    """Return the bits per byte of a text as a partial result, which can be merged.
 
     Args:
         total_nats: Negative log-likelihood in nats, summed over the tokens.
@@ -157,7 +160,7 @@ def bits_per_byte(total_nats: Tensor | float, count: Tensor | float) -> BitsPerB
 
 
 def mean_of(total: Tensor | float, count: Tensor | float, *, better: Better = "lower") -> Mean:
-    """Return any mean as a partial, from its total and its count.
+    """Return any mean as a partial result, which can be merged, from its total and its count.
 
     Args:
         total: Sum over the items; a scalar tensor, which is detached, or a number.
@@ -174,19 +177,18 @@ def _held(total: Tensor | float) -> Tensor | float:
 
 
 class FromTorchmetrics:
-    """Partial of a torchmetrics metric, which merges with those of other batches and ranks.
+    """Partial result of a torchmetrics metric, which merges with those of other batches and ranks.
 
     Example: `FromTorchmetrics(F1Score(...)).observe(predictions, targets)`.
 
     Args:
-        metric: A `torchmetrics.Metric` whose states are of kinds that `Metric.merge_state` can
-            merge.
+        metric: A `torchmetrics.Metric` whose states `Metric.merge_state` can merge.
         better: Whether a "higher" or a "lower" value is better; None reads
-            `metric.higher_is_better`, and is "higher" where the metric leaves that open.
+            `metric.higher_is_better`, and means "higher" if the metric does not define it.
 
     Raises:
-        MissingExtra: Without torchmetrics.
-        TaskError: For an object of another type.
+        MissingExtra: If torchmetrics is not installed.
+        TaskError: If `metric` is not a `torchmetrics.Metric`.
     """
 
     def __init__(self, metric: Any, *, better: Better | None = None) -> None:
@@ -204,7 +206,10 @@ class FromTorchmetrics:
         self.better: Better = better or ("lower" if higher is False else "higher")
 
     def observe(self, *arguments: Tensor) -> FromTorchmetrics:
-        """Return a new partial of this batch alone."""
+        """Return a new partial result for one batch alone.
+
+        The arguments are those of the metric's `update`.
+        """
         fresh = self._metric.clone()
         fresh.reset()
         fresh.update(*arguments)

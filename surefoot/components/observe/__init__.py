@@ -1,4 +1,4 @@
-"""Throughput meter, and the writers and displays that read the event stream."""
+"""Observation of a run: throughput, terminal output, the event log, and TensorBoard files."""
 
 from surefoot.core.old_homes import moved_to
 

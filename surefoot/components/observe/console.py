@@ -1,5 +1,7 @@
-"""Terminal output of a run: a progress bar at a terminal, plain lines elsewhere, and the table at
-the end of the run."""
+"""Terminal output of a run: a progress bar, and a table at the end of the run.
+
+If the output is not a terminal, plain lines replace the progress bar.
+"""
 
 from __future__ import annotations
 
@@ -50,22 +52,24 @@ def format_score(name: str, value: float | None, unit: str = "") -> str:
 
 
 class _Count(ProgressColumn):
-    """Progress column with the number of completed steps or samples, and the total where that is
-    known."""
+    """Progress column with the number of completed steps or samples.
+
+    It also shows the total if it is known.
+    """
 
     def render(self, task: Task) -> Text:
         return Text(f"{task.completed:>7,.0f}" + (f"/{task.total:,.0f}" if task.total else ""))
 
 
 class Console:
-    """Display of a run: a progress bar at a terminal, plain lines elsewhere.
+    """Display of a run: a progress bar on a terminal, or plain lines on any other stream.
 
     Args:
         total_steps: Number of steps of the run; None if it is unknown.
         unit: Unit of the throughput, such as "samples".
-        quiet: Show nothing.
+        quiet: Show only warnings.
         stream: Stream of the display; None for stderr.
-        done_steps: Number of steps of earlier attempts.
+        done_steps: Number of steps that earlier attempts of the run completed.
     """
 
     def __init__(
@@ -115,8 +119,8 @@ class Console:
     def _leave_to_parent(self) -> None:
         """Turn off the progress bar in a forked process, and restore its stdout and stderr.
 
-        The thread that draws the bar may have held its lock at the fork, so that printing through
-        the bar could hang.
+        The thread that draws the bar may have held its lock at the time of the fork. Printing
+        through the bar could then hang.
         """
         self._bar, self._quiet = None, True
         for name in ("stdout", "stderr"):
@@ -127,12 +131,15 @@ class Console:
             self._print(text)
 
     def warn(self, text: str) -> None:
-        """Print a warning, even when quiet: something was lost."""
+        """Print a warning, even with `quiet`, because something was lost."""
         self._print(f"surefoot: {text}")
 
     def _print(self, text: str) -> None:
-        """Print a line; after an OSError, as from a closed terminal, turn quiet, so that the run
-        does not end."""
+        """Print a line of text.
+
+        An OSError, for example from a closed terminal, does not end the run: it turns off further
+        output.
+        """
         try:
             if self._bar is not None:
                 self._bar.console.print(text, markup=False, highlight=False)
@@ -142,7 +149,7 @@ class Console:
             self._quiet = True
 
     def step(self, summary: Summary) -> None:
-        """Show the current step, loss and throughput; called once per window."""
+        """Show the current step, loss and throughput; called once for each window of steps."""
         if self._quiet:
             return
         now_s, self._last = time.monotonic(), summary
@@ -156,8 +163,11 @@ class Console:
             )
 
     def _free_columns(self) -> float:
-        """Return the columns left for text in the bar's line; longer text would cut off the numbers
-        beside it."""
+        """Return the number of columns for text in the line of the progress bar.
+
+        A longer text would cut off the numbers beside it. Without a progress bar, the number is
+        infinite.
+        """
         if self._bar is None:
             return math.inf
         width = self._bar.console.width
@@ -165,8 +175,10 @@ class Console:
         return width - count - MIN_BAR - (25 if width >= WIDE else 17)
 
     def _describe(self, summary: Summary) -> str:
-        """Return loss, score, learning rate and throughput as text: as many of them, in this order,
-        as fit into the line."""
+        """Return loss, score, learning rate and throughput as text.
+
+        If the line is too short for all of them, the last ones are left out.
+        """
         parts = [
             f"loss {format_number(summary.loss)}",
             self._score,
@@ -187,7 +199,7 @@ class Console:
         return f"  left {format_seconds(left_s)}"
 
     def reading(self, split: str, done: int, total: int | None) -> None:
-        """Show how many samples of a split are done, in a run that has no steps."""
+        """Show the number of processed samples of a split, in a run that has no steps."""
         if self._bar is not None and self._row is not None:
             self._bar.update(
                 self._row, completed=done, total=total, description=f"samples of {split}"
@@ -196,7 +208,7 @@ class Console:
             self.evaluating(split, done, total)
 
     def evaluating(self, split: str, done: int, total: int | None) -> None:
-        """Show how many samples of a split are evaluated, beside the steps of the run."""
+        """Show the number of evaluated samples of a split, beside the steps of the run."""
         if self._quiet:
             return
         now_s = time.monotonic()
@@ -231,8 +243,10 @@ class Console:
 
 
 def final_table(rows: list[tuple[str, str]], title: str, columns: int | None = None) -> str:
-    """Return the table at the end of a run, as text: aligned, without color. A value longer than
-    `columns` is wrapped between words.
+    """Return the table at the end of a run as text, aligned and without color.
+
+    Values are wrapped between words, so that a line has at most `columns` characters. If `columns`
+    is None, they are not wrapped.
 
     >>> print(final_table([("time went to", "forward 50 %, backward 50 %")], "digits: done", 32))
     digits: done
@@ -289,8 +303,10 @@ def result_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def format_noise(row: Mapping[str, Any]) -> str:
-    """Return the noise scale as text: `812 samples [600, 1100]: a batch of 64 ...`; an unknown
-    value is n/a."""
+    """Return the gradient noise scale as text: `812 samples [600, 1100]: a batch of 64 ...`.
+
+    An unknown value is shown as n/a.
+    """
     scale, low, high = (
         "n/a" if row[name] is None else f"{row[name]:,.0f}" for name in ("scale", "low", "high")
     )
@@ -298,8 +314,9 @@ def format_noise(row: Mapping[str, Any]) -> str:
 
 
 def phase_shares(phases: Mapping[str, float]) -> str:
-    """Return the phases as text, `forward 41.2 %, backward 35 %, ...`: the largest first, phases
-    under 0.5 % summed as "the rest".
+    """Return the share of each phase of the total time as text, the largest share first.
+
+    Phases with less than 0.5 % are summed as "the rest".
 
     >>> phase_shares({"data": 0.001, "forward": 0.6, "backward": 0.399})
     'forward 60 %, backward 39.9 %, the rest 0.1 %'
@@ -318,12 +335,14 @@ def phase_shares(phases: Mapping[str, float]) -> str:
 
 
 def format_percentiles(row: Mapping[str, float | None]) -> str:
-    """Return `p50 1.2 ms, p95 1.4 ms, p99 3 ms` from a mapping of names to seconds."""
+    """Return named durations in seconds as text: `p50 1.2 ms, p95 1.4 ms, p99 3 ms`."""
     return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in row.items())
 
 
 def format_outliers(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the slowest of the outlier steps as text, each with its cause.
+    """Return the first outlier steps of `rows` as text, each with its cause.
+
+    The rows must be sorted, with the slowest step first.
 
     >>> format_outliers([{"step": 12, "elapsed_s": 0.5, "cause": "checkpoint"}])
     'step 12 500 ms (checkpoint)'

@@ -1,7 +1,7 @@
-"""The writer of `events.jsonl`: append-only, complete lines, one write each.
+"""Writer of `events.jsonl`, which appends complete lines, each with one write.
 
-Lines that a full disk refuses are buffered and written before the next line: a run ends because of
-its log only once more than `MAX_HELD_BYTES` are buffered.
+If the disk is full, lines are buffered, and are written before the next line. A full disk ends the
+run only when more than `MAX_HELD_BYTES` are buffered.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class NoJournal:
 class Journal:
     """Writer that appends events to a run's `events.jsonl`.
 
-    Raises StorageError when the disk refuses lines for too long; the lines written before stay
-    complete.
+    Raises StorageError if the disk refuses lines for too long. The lines that were written before
+    stay complete.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,10 +64,10 @@ class Journal:
         )
 
     def begin(self, event: events.Event) -> None:
-        """Write the first record of an attempt, and sync it and the folder to disk, so that no
-        later record survives without it.
+        """Write the first record of an attempt, and sync it and its folder to disk.
 
-        Raises StorageError.
+        No later record can then survive a power failure without it. Raises StorageError if the disk
+        refuses the record.
         """
         self._held = event.as_line().encode()
         self.sync()
@@ -77,9 +77,9 @@ class Journal:
             raise self._write_error(error) from error
 
     def write(self, event: events.Event) -> str | None:
-        """Append a record; return a warning when the disk starts to refuse lines, else None.
+        """Append a record; return a warning if the disk starts to refuse lines, otherwise None.
 
-        Raises StorageError once more than `MAX_HELD_BYTES` are buffered.
+        Raises StorageError if more than `MAX_HELD_BYTES` are buffered.
         """
         was_held = bool(self._held)
         self._held += event.as_line().encode()
@@ -104,11 +104,12 @@ class Journal:
         return None
 
     def sync(self) -> None:
-        """Write the buffered lines and fsync, before a checkpoint, so that its steps are in the log
-        after a power failure.
+        """Write the buffered lines, and fsync the file.
 
-        Raises StorageError; later calls then skip the fsync, since a second fsync would not report
-        what the first one lost.
+        It is called before a checkpoint, so that the steps of the checkpoint are in the log even
+        after a power failure. Raises StorageError if it fails. After a failed fsync, later calls do
+        not call fsync again, because a second fsync would not report the data that the first one
+        lost.
         """
         unwritten = self._write_held()
         if unwritten is not None:
@@ -122,8 +123,10 @@ class Journal:
             raise self._write_error(error) from error
 
     def close(self) -> None:
-        """Write the buffered lines, sync and close. Raises StorageError when the lines do not reach
-        the disk."""
+        """Write the buffered lines, sync and close the file.
+
+        Raises StorageError if the lines do not reach the disk.
+        """
         if self._descriptor < 0:
             return
         try:
@@ -133,6 +136,6 @@ class Journal:
             self._descriptor = -1
 
     def abandon(self) -> None:
-        """Close without raising StorageError, after another error."""
+        """Close the file after a different error, without raising StorageError."""
         with contextlib.suppress(StorageError):
             self.close()

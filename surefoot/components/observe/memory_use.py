@@ -1,4 +1,4 @@
-"""Memory that a run uses: of the process, and of the GPU where there is one."""
+"""Memory that a run uses: the memory of its process, and that of its GPU."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def peak_resident_bytes() -> int:
 
 
 def take_device_memory(device: torch.device) -> dict[str, int]:
-    """Return the memory statistics of this GPU since the last call, and reset its peaks; an empty
-    dict for a CPU.
+    """Return the memory statistics of a GPU and reset its peaks; for a CPU, return an empty dict.
 
-    `allocated_bytes` and `reserved_bytes` are current values, `fragmented_bytes` is their
-    difference, `peak_bytes` and `peak_reserved_bytes` are the peaks since the last call.
-    `num_retries` counts, since the process started, how often cached memory was freed before an
-    allocation succeeded. `total_bytes` is the memory of the GPU. See torch.cuda.memory_stats.
+    `allocated_bytes` and `reserved_bytes` are current values, and `fragmented_bytes` is their
+    difference. `peak_bytes` and `peak_reserved_bytes` are the peaks since the last call of this
+    function. `num_retries` is the number of times, since the process started, that cached memory
+    was freed before an allocation succeeded. `total_bytes` is the memory of the GPU. See
+    torch.cuda.memory_stats.
     """
     if device.type != "cuda":
         return {}

@@ -13,8 +13,9 @@
 | model FLOPs utilization | model FLOPs of a sample x samples/s / peak FLOP/s | share of 1 |
 | scaling efficiency | n/a on one process | share of 1 |
 
-The wall seconds of a phase share include evaluations and all time between steps. Goodput is in
-`surefoot why` and `show`, model FLOPs utilization in `surefoot show` after `surefoot roofline`.
+For a phase share, the wall seconds include evaluations and all time between steps. `surefoot why`
+and `surefoot show` report goodput. `surefoot show` reports model FLOPs utilization after `surefoot
+roofline` has run.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from surefoot.contract.state import StepReport
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Sums and means over the steps of a window; a mean whose count is 0 is None."""
+    """Sums and means over the steps of a window; a mean whose count is 0 is None.
+
+    `step`, `epoch`, `gradient_norm`, `learning_rate` and `loss_scale` are those of the last step.
+    """
 
     step: int
     epoch: float
@@ -55,7 +59,8 @@ class Summary:
 class Meter:
     """Collector of step reports for one window of steps.
 
-    `take` reads the reports and starts a new window. Only `take` waits for the device.
+    `take` reads the reports and starts a new window. It is the only method that waits for the
+    device.
     """
 
     def __init__(self) -> None:
@@ -69,12 +74,14 @@ class Meter:
         return len(self._reports)
 
     def restart_clock(self) -> None:
-        """Restart the window's clock, so that evaluations and checkpoints since the last step do
-        not lower the throughput."""
+        """Restart the clock of the window.
+
+        Evaluations and checkpoints since the last step then do not lower the throughput.
+        """
         self._since_s = time.perf_counter()
 
     def take(self) -> Summary | None:
-        """Return the summary of the reports since the last call; None if there were none."""
+        """Return the summary of the reports since the last call; None if there are no reports."""
         reports, self._reports = self._reports, []
         if not reports:
             return None

@@ -1,5 +1,8 @@
-"""TensorBoard writer for Step and Evaluated events; TensorBoard is imported after the first steps,
-so that a run starts without it."""
+"""TensorBoard writer for Step and Evaluated events.
+
+The tensorboard package is imported after the first steps, so that a run starts without waiting for
+it.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ FIRST_WRITE_S = 10.0  # importing TensorBoard takes about 0.5 s, so it waits for
 
 
 class TensorBoard:
-    """Writer of the scalars of Step and Evaluated events below `folder`.
+    """Writer of the scalars of Step and Evaluated events to TensorBoard files in `folder`.
 
-    The file is written in the calling thread. TensorBoard's own writer uses a second thread; if
-    that thread has died, for example of a MemoryError, waiting for it hangs forever.
+    The file is written in the calling thread. TensorBoard's own writer uses a second thread. If
+    that thread has died, for example because of a MemoryError, waiting for it hangs forever.
 
     Args:
         folder: The folder of the event files.
         wanted: Whether to write; None writes if tensorboard is installed.
-        purge_step: TensorBoard hides the events of an earlier attempt from this step on.
+        purge_step: The step from which TensorBoard hides the events of earlier attempts; None hides
+            no events.
 
     Raises:
         MissingExtra: If `wanted` is true and tensorboard is not installed.
@@ -47,8 +51,7 @@ class TensorBoard:
     def write(self, event: Event) -> None:
         """Buffer an event, and write the buffered events every `FIRST_WRITE_S` seconds.
 
-        Raises StorageError once, when the files cannot be written; after that error the writer does
-        nothing.
+        Raises StorageError if the files cannot be written. After that, the writer does nothing.
         """
         if not self._on or not isinstance(event, Step | Evaluated):
             return
@@ -74,8 +77,10 @@ class TensorBoard:
         self._since_s = time.monotonic()
 
     def _open(self) -> None:
-        """Create an event file with TensorBoard's name and format: first its version, then the
-        purge step, if there is one."""
+        """Create an event file with TensorBoard's name and format.
+
+        Its first record is the version. Next comes the purge step, if it is not None.
+        """
         from tensorboard.compat.proto.event_pb2 import SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -111,7 +116,7 @@ class TensorBoard:
         start: Any = None,
         summary: Any = None,
     ) -> None:
-        """Write a record: a version, the start of an attempt at `step`, or its scalars."""
+        """Write one record: the file version, the start of an attempt at `step`, or scalars."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
 
         record = Record(
@@ -120,8 +125,10 @@ class TensorBoard:
         self._records.write(record.SerializeToString())
 
     def close(self) -> None:
-        """Write the buffered events and close. Raises StorageError when the files cannot be
-        written."""
+        """Write the buffered events and close the file.
+
+        Raises StorageError if the files cannot be written.
+        """
         if not self._on:
             return
         self._flush()
@@ -133,8 +140,10 @@ class TensorBoard:
         self._close_quietly()
 
     def _disable(self, error: Exception) -> StorageError:
-        """Turn the writer off and return the StorageError to raise: a failed plot is no reason to
-        end a run."""
+        """Turn the writer off and return the StorageError to raise.
+
+        The caller continues the run, which does not need its plots.
+        """
         self._close_quietly()
         return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
 
@@ -146,8 +155,7 @@ class TensorBoard:
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:
-    """Return (name, value, step) for each numeric value of an event; values that are None are left
-    out."""
+    """Return (name, value, step) for each numeric value of an event; None values are left out."""
     if isinstance(event, Step):
         rows: dict[str, Any] = {
             "train/loss": event.loss,
@@ -175,7 +183,8 @@ def scalars(event: Event) -> list[tuple[str, float, int]]:
 def phase_shares(steps: Sequence[Step]) -> list[tuple[str, float, int]]:
     """Return (name, share of the wall time, step) for each phase, summed over `steps`.
 
-    One point for all steps costs less than one point for each.
+    The step is the last of `steps`. One point for all steps costs less than one point for each
+    step.
     """
     sums = {name: sum(event.phases.get(name, 0.0) for event in steps) for name in PHASES}
     total = sum(sums.values())

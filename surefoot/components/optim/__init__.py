@@ -1,5 +1,8 @@
-"""Optimizers: parameter groups, the fused update with its non-finite check, Muon for filters, LARS
-and LAMB, 8-bit Adam, EMA."""
+"""Optimizers, parameter groups, and the optimizer step with its non-finite check.
+
+In addition to torch's optimizers, there are LARS, LAMB, Adam with 8-bit moments, Muon for
+convolution filters, and an exponential moving average of the weights (EMA).
+"""
 
 from surefoot.core.old_homes import moved_to
 

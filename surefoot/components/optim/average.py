@@ -1,4 +1,4 @@
-"""An exponential moving average of the weights (EMA), updated once per applied step."""
+"""Exponential moving average (EMA) of the weights, updated after each applied step."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from surefoot.core.errors import RunFolderError
 class WeightAverage:
     """EMA of the weights: average = d * average + (1 - d) * weights.
 
-    After n updates, d is min(decay, (1 + n) / (10 + n)), like in tf.train.ExponentialMovingAverage.
-    The initial averages are the weights at the time at which the object is created.
+    After n updates, d is min(decay, (1 + n) / (10 + n)), as in tf.train.ExponentialMovingAverage.
+    The averages start as copies of the current weights.
 
     Args:
         parameters: The parameters to average.
         decay: The upper limit of d.
         ramp: False makes d equal to `decay` from the first update on, as in torch.optim.swa_utils.
-        buffers: Buffers to average by the same formula, such as `model.buffers()`; integer buffers
+        buffers: Buffers to average by the same formula, such as `model.buffers()`. Integer buffers
             are copied, as AveragedModel does with use_buffers=True. Buffers that are not passed
             stay unchanged while the averages are swapped in.
     """
@@ -54,12 +54,14 @@ class WeightAverage:
         return int(self._num_updates)
 
     def restore(self, num_updates: int) -> None:
-        """Continue counting updates from a checkpoint's number; the averages themselves are
-        restored in place elsewhere."""
+        """Set the number of updates to that of a checkpoint.
+
+        The averages themselves are not restored here.
+        """
         self._num_updates = num_updates
 
     def add(self, parameters: Sequence[Tensor]) -> None:
-        """Average `parameters` too, starting from their current values."""
+        """Add further parameters to average, starting from their current values."""
         self.parameters += parameters
         self.averages += [
             mark_same_part(parameter.detach().clone(), parameter) for parameter in parameters
@@ -74,17 +76,15 @@ class WeightAverage:
             average.copy_(tensor)
 
     def by_id(self) -> dict[int, Tensor]:
-        """Return the average of each parameter and buffer, by the `id` of the parameter or
-        buffer."""
+        """Return the average of each parameter and buffer, by the `id` of that tensor."""
         averages = [*self.averages, *self.buffer_averages]
         return dict(zip(map(id, [*self.parameters, *self.buffers]), averages, strict=True))
 
     @torch.no_grad()
     def update(self, applied: bool | Tensor = True) -> None:
-        """Move the averages towards the weights after an applied step, and count the update.
+        """Update the averages with the current weights and buffers, if the step was applied.
 
-        Does nothing for a step that was not applied. With `applied` as a tensor on the device, the
-        host does not wait for it.
+        If `applied` is a tensor on the device, the host does not wait for it.
         """
         done = self._num_updates
         if isinstance(applied, Tensor):
@@ -118,7 +118,7 @@ class WeightAverage:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of updates and the averages themselves, not copied."""
+        """Return the number of updates and the averages; the averages are not copied."""
         return {
             "num_updates": self.num_updates,
             "averages": [*self.averages],
@@ -127,8 +127,10 @@ class WeightAverage:
 
     @torch.no_grad()
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Copy the averages of a `state_dict()` into this one. Raises RunFolderError if its
-        the shapes of parameters or buffers differ."""
+        """Copy the averages of a saved `state_dict()` into the averages of this object.
+
+        Raises RunFolderError if the number or the shapes of the parameters or buffers differ.
+        """
         held = {"averages": self.averages, "buffers": self.buffer_averages}
         for name, tensors in held.items():
             shapes, given = (
@@ -154,8 +156,10 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Put the averages into the model inside the block, and the weights back after it, also
-        after an error."""
+        """Put the averages into the model inside the `with` block.
+
+        The weights are put back at its end, even after an error.
+        """
         self._swap()
         try:
             yield

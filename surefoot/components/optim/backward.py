@@ -1,8 +1,7 @@
-"""A direct call of autograd's engine, without the checks that `torch.autograd.backward` repeats
-every step.
+"""Direct call of autograd's engine, without the checks that `torch.autograd.backward` repeats.
 
-`torch.autograd.Variable._execution_engine` is private; where torch lacks it, the public function
-runs, with identical results. A test compares both.
+The name `torch.autograd.Variable._execution_engine` is private. If torch lacks it, the public
+function runs, with identical results. A test compares both.
 """
 
 from __future__ import annotations
@@ -20,9 +19,10 @@ _run: Any = getattr(_engine, "run_backward", None)
 def backward(
     totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None
 ) -> None:
-    """Accumulate the gradients of `totals` into the leaves, or only into `inputs`.
+    """Accumulate the gradients of `totals` in the leaves, or only in `inputs`.
 
-    Each of `totals` is multiplied by its entry of `gradients`, which has the same shape.
+    `gradients` are the initial gradients of `totals`, with the same shapes, as in
+    `torch.autograd.backward`.
     """
     if _run is None or inputs is not None:
         torch.autograd.backward(list(totals), list(gradients), inputs=inputs)

@@ -1,4 +1,4 @@
-"""Buffers and attributes that a forward pass changes, restored when the step is skipped."""
+"""Restoration of the buffers and attributes that the forward pass of a skipped step changed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ Slot = tuple[nn.Module, str]
 
 
 class LiveBuffers:
-    """Copies of the buffers that a forward pass in training changes (BatchNorm statistics), and of
-    module attributes (a hidden state).
+    """Copies of a model's buffers and attributes, which are restored if a step is skipped.
 
-    One batch with NaN would spoil them for good. The first step shows which of them change; later
-    steps copy only those, so a buffer that changes for the first time after the first step is not
-    restored.
+    In training, a forward pass changes buffers (BatchNorm statistics) and attributes of modules (a
+    hidden state). One batch with NaN would make them non-finite for good. The first step shows
+    which of them change. Later steps copy only those, so a buffer that changes for the first time
+    after the first step is not restored.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [(module, name) for module in model.modules() for name in module._buffers]
-        # buffers that a pass replaces by another tensor, fills or drops, or that are sparse
+        # buffers that a pass replaces by a different tensor, sets or removes, or that are sparse
         self._moving: list[Slot] = []
-        # a tensor each, or None
+        # the tensor in each slot, or None
         self._held: list[Any] = []
         self._copies: list[Any] = [None] * len(self._slots)
         # copies and originals by dtype: one kernel for all of one dtype
@@ -42,7 +42,7 @@ class LiveBuffers:
         self._attribute_slots: list[Slot] | None = None  # None until the first step is over
 
     def keep(self) -> None:
-        """Copy the buffers and attributes; called before each step."""
+        """Copy the buffers and attributes of the model; must be called before each step."""
         if self._attribute_slots != []:  # empty for most models
             self._keep_attributes()
         if not self._is_settled or self._moving:
@@ -60,14 +60,16 @@ class LiveBuffers:
             )
 
     def _settle_attributes(self) -> None:
-        """Determine, once after the first step, which attributes a step changes."""
+        """Determine which attributes a step changes; this happens once, after the first step."""
         if self._attribute_slots is None and self._attributes is not None:
             self._attribute_slots = self._attributes.find_changed()
             self._attributes = self._attributes.restrict(self._attribute_slots)
 
     def _drop_unchanged(self) -> None:
-        """Drop, after the first step, the buffers that it did not change; whether the step was
-        applied does not matter."""
+        """Stop copying the buffers that the first step has not changed.
+
+        This is called once, after the first step, whether or not that step was applied.
+        """
         every = zip(self._slots, self._held, self._copies, strict=True)
         live = [
             (slot, held, copy)
@@ -85,8 +87,11 @@ class LiveBuffers:
         self._is_settled = True
 
     def _hold(self, held: list[Any]) -> None:
-        """Hold these tensors, each with a copy of its form; the copies of dense ones are filled by
-        `keep`."""
+        """Record the current buffers, and allocate a copy of each.
+
+        An existing copy with the same shape, dtype and device is reused. `keep` fills the copies of
+        dense buffers.
+        """
         self._held = held
         self._copies = [
             each if each is None else copy if lie_alike(each, copy) else each.detach().clone()
@@ -102,8 +107,11 @@ class LiveBuffers:
 
     @torch.no_grad()
     def restore_unless(self, applied: bool | Tensor) -> None:
-        """Restore what `keep` copied, unless the step was `applied`; with a tensor, the choice is
-        made on the device, as far as only values of tensors have changed."""
+        """Restore the buffers and attributes that `keep` copied, unless the step was applied.
+
+        If `applied` is a tensor, the choice is made on the device, and the host does not wait for
+        it. It waits only if a buffer has a different shape, dtype or device than its copy.
+        """
         self._settle_attributes()
         if not self._is_settled:
             self._drop_unchanged()
@@ -118,7 +126,7 @@ class LiveBuffers:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore what `keep` copied, even in the middle of a step."""
+        """Restore the buffers and attributes that `keep` copied, even in the middle of a step."""
         for (module, name), tensor, copy in zip(self._slots, self._held, self._copies, strict=True):
             restore_value(tensor, copy)
             if getattr(module, name) is not tensor:

@@ -1,4 +1,4 @@
-"""Torch optimizers over parameter groups, built from the spec's [optim] table."""
+"""Construction of torch optimizers and parameter groups from the [optim] table of a spec."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UPDATE_KEYS = ("name", "lr", "weight_decay", *OWN_KEYS, *GROUP_KEYS)
 
 @dataclass(frozen=True)
 class Built:
-    """The optimizers of one update, and lines for the log on their groups."""
+    """Optimizers that step together, and lines for the log that describe their parameter groups."""
 
     optimizers: tuple[Optimizer, ...]
     summary: tuple[str, ...]
@@ -46,10 +46,18 @@ def build(
     trained: Sequence[GroupedParameter],
     groups: list[dict[str, Any]] | None = None,
 ) -> Built:
-    """Build the optimizers that `table` names over `trained`, in the task's `groups` where given.
+    """Build the optimizers that the [optim] table of a spec selects.
 
-    The update is fused where torch supports that, else foreach; with `fused = false` torch chooses.
-    Raises TaskError for a parameter with sparse gradients.
+    They use the fused kernels of torch if these support all parameters, else the foreach kernels.
+    With `fused = false`, torch chooses.
+
+    Args:
+        table: The [optim] table.
+        trained: The trained parameters.
+        groups: Parameter groups that the task defines; None to build them from `table`.
+
+    Raises:
+        TaskError: For a parameter with sparse gradients.
     """
     sparse = next((each.name for each in trained if each.is_sparse), None)
     if sparse is not None:
@@ -81,8 +89,10 @@ def build(
 
 
 def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers: bool) -> None:
-    """Raise SpecError for an [optim] key without effect because the task builds its parameter
-    groups or optimizers itself."""
+    """Raise SpecError for an [optim] key that has no effect.
+
+    A key has no effect if the task itself builds the parameter groups or the optimizers.
+    """
     parts = (
         (
             has_own_optimizers,
@@ -106,10 +116,10 @@ def check_effects(table: OptimTable, *, has_own_groups: bool, has_own_optimizers
 
 
 def table_of(table: OptimTable, trained: Sequence[GroupedParameter]) -> OptimTable:
-    """Return `table` without the patterns that match none of `trained`.
+    """Return the [optim] table without the patterns that match none of the parameters `trained`.
 
-    `trained` may be the parameters of one of several updates, and the other patterns may match
-    parameters of the others.
+    If a step has several updates, `trained` are the parameters of one of them, and a pattern may
+    match only parameters of a different one.
     """
 
     def speaks(pattern: str) -> bool:
@@ -122,9 +132,9 @@ def table_of(table: OptimTable, trained: Sequence[GroupedParameter]) -> OptimTab
 
 
 def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
-    """Return the EMA of the trained weights that `optim.ema` configures; None without it.
+    """Return an EMA of the trained weights, or None if `optim.ema` is not set.
 
-    With `ema_buffers`, the buffers in the state dict are averaged too.
+    With `optim.ema_buffers`, the buffers in the state dict are averaged too.
     """
     if table.ema is None:
         return None
@@ -144,8 +154,11 @@ def make_average(table: OptimTable, model: nn.Module) -> WeightAverage | None:
 
 
 def _layers(trained: Sequence[GroupedParameter], groups: Groups) -> list[dict[str, Any]]:
-    """Return the groups of LARS or LAMB; `adapt` is false for norms, biases and embeddings, unless
-    a group of the task sets it."""
+    """Return the parameter groups of LARS or LAMB, with the key `adapt`.
+
+    `adapt` is False, so that there is no layer-wise learning rate, for norms, biases and
+    embeddings. A group of the task may set a different value.
+    """
     adapted, rest = _split(trained, groups, lambda each: each.kind in PLAIN_KINDS)
     return [{"adapt": True, **group} for group in adapted] + [
         {"adapt": False, **group} for group in rest
@@ -171,10 +184,10 @@ def _muon(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups
 
 
 def _build_8bit(table: OptimTable, trained: Sequence[GroupedParameter], groups: Groups) -> Built:
-    """Return two optimizers: one with 8-bit moments, and one with fp32 moments for the parameters
-    that 8 bits do not support.
+    """Build an optimizer with 8-bit moments, and one with fp32 moments for the other parameters.
 
-    The summary names these parameters and the reasons.
+    The other parameters are those whose moments cannot be stored in 8 bits. The summary names them,
+    with the reasons.
     """
     from surefoot.components.optim.kinds.eight_bits import Adam8bit, reason_unsupported
 
@@ -209,12 +222,14 @@ def _split(
     groups: Groups,
     is_other: Callable[[GroupedParameter], bool],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Split each group in two: the parameters for the main optimizer, and those for which
-    `is_other` is true."""
+    """Split each parameter group into the parameters for which `is_other` is False, and the rest.
+
+    Returns the groups of the former, then the groups of the latter. Frozen parameters are left out.
+    """
     named = {id(each.parameter): each for each in trained}
     parts: tuple[list[dict[str, Any]], list[dict[str, Any]]] = ([], [])
     for group in groups:
-        # the others are frozen
+        # parameters that are not in `named` are frozen
         members = [named[id(parameter)] for parameter in group["params"] if id(parameter) in named]
         for wanted, into in zip((False, True), parts, strict=True):
             chosen = [each for each in members if is_other(each) is wanted]

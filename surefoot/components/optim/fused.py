@@ -1,9 +1,9 @@
-"""torch's fused updates: Adam, AdamW and SGD in one kernel that also divides by the count, clips,
-and skips.
+"""Updates of Adam, AdamW and SGD with torch's fused kernels.
 
-`torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_` are private. Where torch lacks
-one, or an option does not fit, `GuardedUpdate` calls `optimizer.step()`, with identical results; a
-test compares both.
+One kernel also divides the gradients by their count, clips them, and skips a non-finite update. The
+functions `torch._fused_adam_`, `torch._fused_adamw_` and `torch._fused_sgd_` are private. If torch
+lacks one, or does not support an option, `GuardedUpdate` calls `optimizer.step()` instead, with
+identical results. A test compares both.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FUSED_DEVICES = ("cpu", "cuda")
 
 
 def supports(optimizer: Optimizer) -> bool:
-    """Return whether the private kernels can update `optimizer`.
+    """Return whether torch's private fused kernels can update the parameters of `optimizer`.
 
-    It must be Adam, AdamW or SGD with fused=True, without amsgrad, maximize, differentiable and
-    dampening, and torch must have the kernel.
+    The optimizer must be Adam, AdamW or SGD with fused=True, without amsgrad, maximize,
+    differentiable and dampening, and torch must have the kernel.
     """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False
@@ -53,16 +53,16 @@ def supports(optimizer: Optimizer) -> bool:
 
 
 def create_state(optimizer: Optimizer) -> None:
-    """Create the missing entries of the optimizer's state before the first step, as its first step
-    would.
+    """Create the missing state of an Adam, AdamW or SGD optimizer before its first step.
 
-    A fused SGD whose first step is skipped would otherwise keep an uninitialized momentum buffer:
-    zeros give the same first update.
+    The state is the one that the first `step()` creates. Without this, a fused SGD whose first step
+    is skipped would keep an uninitialized momentum buffer. A buffer of zeros gives the same first
+    update.
     """
     for group in optimizer.param_groups:
         if not group["params"]:
             continue
-        # one counter while all step together
+        # all parameters share one counter while they step together
         shared = torch.zeros((), dtype=torch.float32, device=group["params"][0].device)
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -80,8 +80,10 @@ def create_state(optimizer: Optimizer) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor's elements fill its memory, each once: no slice with gaps, and not
-    expanded."""
+    """Return whether the elements of a tensor fill its memory without gaps and without overlap.
+
+    A slice with gaps is not dense, nor is an expanded tensor.
+    """
     return tensor.is_contiguous() or bool(
         torch.ops.aten.is_non_overlapping_and_dense.default(tensor)
     )
@@ -89,11 +91,12 @@ def is_dense(tensor: Tensor) -> bool:
 
 @contextmanager
 def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor]]]:
-    """Yield the rows with contiguous copies for each parameter whose tensors differ in memory
-    layout; write the copies back at the end.
+    """Yield `rows` with the same memory layout for a parameter, its gradient and its state.
 
-    The kernels walk the memory of parameter, gradient and state side by side, whatever their
-    strides (pytorch#106951).
+    Each row is a list with one tensor for each parameter. Tensors of a parameter that differ in
+    layout are replaced by contiguous copies, which are written back at the end. The fused kernels
+    need this, because they process the memory of these tensors in order and ignore the strides
+    (pytorch#106951).
     """
     made, copies = [list(row) for row in rows], []
     for number, parameter in enumerate(rows[0]):
@@ -110,8 +113,10 @@ def in_one_layout(rows: Sequence[Sequence[Tensor]]) -> Iterator[list[list[Tensor
 
 
 class FusedParamGroup(Protocol):
-    """A parameter group whose update can divide the gradients by `grad_scale`, and change nothing
-    where `found_inf` is 1."""
+    """Parameter group whose update can unscale the gradients and skip itself.
+
+    The update divides the gradients by `grad_scale`, and changes nothing if `found_inf` is 1.
+    """
 
     @property
     def group(self) -> dict[str, Any]: ...
@@ -129,8 +134,7 @@ class FusedParamGroup(Protocol):
 
 
 class FusedGroup:
-    """A parameter group of a torch optimizer with its state as flat lists, ready for the fused
-    kernel."""
+    """Parameter group of a torch optimizer, with its state in lists for the fused kernel."""
 
     def __init__(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         self.group = group
@@ -158,7 +162,10 @@ class FusedGroup:
         )
 
     def is_current(self) -> bool:
-        """Return whether the lists still hold the tensors that are in the optimizer's state."""
+        """Return whether the lists of this group hold the tensors of the optimizer state.
+
+        False means that other code has replaced a tensor in the optimizer state.
+        """
         rows = (
             ("step", self._steps),
             ("exp_avg", self._first),
@@ -173,8 +180,10 @@ class FusedGroup:
 
     @property
     def _momentum(self) -> list[Tensor]:
-        """The momentum buffers for the kernel: none while the momentum is 0; missing ones are
-        created as zeros, as torch's SGD does."""
+        """Momentum buffers for the SGD kernel; empty if the momentum is 0.
+
+        Missing buffers are created with zeros.
+        """
         if not self._is_sgd or not self.group["momentum"]:
             return []
         if not self._buffers:
@@ -187,8 +196,10 @@ class FusedGroup:
 
     @property
     def tensors(self) -> tuple[list[Tensor], ...]:
-        """All tensors that an update changes: parameters, step counters, first and second moments,
-        momentum."""
+        """Tensors that an update of the group changes, in five lists.
+
+        These are the parameters, step counters, first moments, second moments and momentum buffers.
+        """
         return (
             self._params,
             self._steps[:1] if self._is_shared else self._steps,
@@ -198,7 +209,10 @@ class FusedGroup:
         )
 
     def step(self, lr: float | Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
-        """Divide the gradients by `grad_scale` and update, unless `found_inf` is 1."""
+        """Divide the gradients by `grad_scale`, and update the parameters that have a gradient.
+
+        Nothing changes if `found_inf` is 1.
+        """
         grads = [parameter.grad for parameter in self._params]
         if not grads:
             return
@@ -216,7 +230,7 @@ class FusedGroup:
         )
 
     def step_one(self, number: int, lr: float | Tensor, found_inf: Tensor | None) -> None:
-        """Update only the parameter at index `number`, unless `found_inf` is 1."""
+        """Update only the parameter at index `number` of the group, unless `found_inf` is 1."""
         self._step_some([number], lr, None, found_inf)
 
     def _step_some(
@@ -237,7 +251,7 @@ class FusedGroup:
         self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc]
 
     def _part(self) -> None:
-        """Give each parameter a separate step counter, from the shared one."""
+        """Replace the step counter that all parameters share by a separate counter for each."""
         if self._is_shared:
             self._is_shared = False
             self._steps = [step.clone() for step in self._steps]
@@ -245,11 +259,11 @@ class FusedGroup:
                 state["step"] = step
 
     def count_traced(self, applied: Tensor) -> None:
-        """Count an update inside a graph, if it was `applied`, for the parameters that have a
-        gradient.
+        """Count an applied update of a compiled step, if the graph itself cannot count it.
 
-        Only needed where the parameters share one step counter and some have no gradient: the graph
-        cannot count for a part of them.
+        The graph cannot count if all parameters share one step counter but only some have a
+        gradient. The parameters then get separate counters, and `applied` is added to those of
+        parameters with a gradient.
         """
         if not self._is_shared:
             return
@@ -344,14 +358,19 @@ class FusedGroup:
 
 
 def numbers_of(grad: Tensor) -> Tensor:
-    """Return the dense tensor of a gradient's values: the gradient, or the stored values of a
-    coalesced sparse one."""
+    """Return the values of a gradient as a dense tensor.
+
+    For a coalesced sparse gradient, these are its stored values. A dense gradient is returned
+    itself.
+    """
     return grad if grad.layout is torch.strided else grad._values()
 
 
 def norm_of(grads: Sequence[Tensor]) -> Tensor:
-    """Return the global 2-norm of the gradients as a scalar tensor. Raises TaskError for a sparse
-    gradient."""
+    """Return the global 2-norm of the gradients as a scalar tensor.
+
+    Raises TaskError for a sparse gradient.
+    """
     try:
         norms = torch._foreach_norm(list(grads))
     except NotImplementedError:
@@ -365,14 +384,14 @@ def norm_of(grads: Sequence[Tensor]) -> Tensor:
 
 
 def norms_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of each tensor, as one vector."""
+    """Return the 2-norms of the tensors, as one vector with an element for each tensor."""
     return torch.stack(torch._foreach_norm(list(tensors)))
 
 
 def times(tensors: Sequence[Tensor], factors: float | Sequence[Tensor]) -> list[Tensor]:
-    """Return new tensors: each of `tensors` multiplied by a factor.
+    """Return each of `tensors` multiplied by its factor, as new tensors.
 
-    `factors` is one number for all tensors, or a scalar tensor for each.
+    `factors` is one number for all tensors, or a scalar tensor for each of them.
     """
     return list(
         torch._foreach_mul(list(tensors), factors if isinstance(factors, float) else list(factors))
@@ -382,8 +401,10 @@ def times(tensors: Sequence[Tensor], factors: float | Sequence[Tensor]) -> list[
 def add_products(
     tensors: Sequence[Tensor], others: Sequence[Tensor], factors: Sequence[Tensor], sign: int = 1
 ) -> None:
-    """Add to each tensor the product of its partner in `others` and its scalar tensor, times
-    `sign`, in place."""
+    """Add to each tensor the product `sign * other * factor`, in place.
+
+    `others` and `factors` have one entry for each tensor; a factor is a scalar tensor.
+    """
     torch._foreach_addcmul_(list(tensors), list(others), list(factors), value=sign)
 
 
@@ -393,21 +414,23 @@ def scale_gradients(grads: Sequence[Tensor], factor: float | Tensor) -> None:
 
 
 def clamp_gradients(grads: Sequence[Tensor], limit: float) -> None:
-    """Clamp every element into [-limit, limit], in place."""
+    """Clamp every element of the gradients to [-limit, limit], in place."""
     torch._foreach_clamp_min_(list(grads), -limit)
     torch._foreach_clamp_max_(list(grads), limit)
 
 
 def copy_tensors(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copy each of `tensors` into its partner in `into`."""
+    """Copy each of `tensors` into the tensor at the same index of `into`."""
     torch._foreach_copy_(list(into), list(tensors))
 
 
 def move_towards(
     tensors: Sequence[Tensor], targets: Sequence[Tensor], share: float | Tensor
 ) -> None:
-    """Move each tensor by `share` of the distance to its target, in place; the host does not wait
-    for a share on the device."""
+    """Move each tensor by `share` of the distance to its target, in place.
+
+    If `share` is a tensor on the device, the host does not wait for it.
+    """
     if isinstance(share, Tensor):
         ways = torch._foreach_sub(list(targets), list(tensors))
         torch._foreach_mul_(ways, share)

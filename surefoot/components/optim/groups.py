@@ -1,5 +1,7 @@
-"""Parameter groups: weight decay, learning-rate multipliers, frozen parameters. Every trained
-parameter is in exactly one group."""
+"""Parameter groups: weight decay, learning-rate multipliers, and frozen parameters.
+
+Every trained parameter is in exactly one group.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,12 @@ from surefoot.core.errors import SpecError, TaskError
 
 @dataclass(frozen=True)
 class GroupedParameter:
-    """A trained parameter, or its master, with the properties that decide its group.
+    """Trained parameter with the properties that decide its parameter group.
 
-    `kind` is matrix, embedding, head, norm or vector. `others` are the further names of a tied
-    parameter: a pattern may match any of them. `is_sparse` means that its gradient is a sparse
-    tensor.
+    `parameter` is the tensor that the optimizer updates: the fp32 master of a weight in lower
+    precision, otherwise the parameter itself. `kind` is matrix, embedding, head, norm or vector.
+    `others` are the further names of a tied parameter; a pattern may match any of them. `is_sparse`
+    means that its gradient is a sparse tensor.
     """
 
     name: str
@@ -38,8 +41,10 @@ class GroupedParameter:
 
 
 def check_shaped(model: nn.Module, when: str = "at the end of model()") -> None:
-    """Raise TaskError for a parameter or buffer without a shape before the first forward pass, as
-    those of nn.LazyLinear."""
+    """Raise TaskError for a parameter or buffer that has no shape yet, as in nn.LazyLinear.
+
+    `when` completes the hint to call the model on one batch.
+    """
     lazy = [
         name
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -54,7 +59,7 @@ def check_shaped(model: nn.Module, when: str = "at the end of model()") -> None:
 
 
 def check_has_values(model: nn.Module) -> None:
-    """Raise TaskError for a parameter or buffer on the meta device, which cannot be moved."""
+    """Raise TaskError for a parameter or buffer on the meta device, which has no values."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise TaskError(
@@ -64,10 +69,10 @@ def check_has_values(model: nn.Module) -> None:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Freeze every parameter whose name matches a pattern (shell style, `blocks.0.*`); return the
-    names.
+    """Freeze every parameter whose name matches a pattern, and return the names.
 
-    Raises SpecError for a pattern that matches nothing.
+    Patterns are as in fnmatch, for example `blocks.0.*`. Raises SpecError for a pattern that
+    matches no parameter.
     """
     named = dict(model.named_parameters())
     every = [
@@ -81,7 +86,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the first name of each parameter, with the other names of a tied one."""
+    """Return a dict from the first name of each parameter to its other names, if it is tied."""
     found: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         found.setdefault(id(parameter), []).append(name)
@@ -89,10 +94,10 @@ def _names_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def find_trained(model: nn.Module) -> list[GroupedParameter]:
-    """Return every parameter that requires a gradient, tied ones once, with its kind.
+    """Return every parameter that requires a gradient, with its kind; a tied one occurs once.
 
     Raises:
-        TaskError: For an expanded parameter.
+        TaskError: For an expanded parameter, whose elements share memory.
     """
     kinds: dict[int, str] = {}
     for name, parameter in model.named_parameters():
@@ -140,11 +145,11 @@ def find_sparse(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _parameters_of_module(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a module itself, and the ones from which its parametrizations
-    compute them (weight_norm, orthogonal, ...).
+    """Return the parameters of a module, without those of its submodules.
 
-    The parametrized attribute itself is not read: spectral_norm would run a step of its power
-    iteration.
+    For a parametrized module (weight_norm, orthogonal, ...), the original parameters are included.
+    The parametrized attribute itself is not read, because spectral_norm would then run a step of
+    its power iteration.
     """
     made = module.parametrizations.values() if is_parametrized(module) else ()  # type: ignore[operator]
     return [
@@ -176,14 +181,15 @@ def build_groups(
         trained: The parameters, as `find_trained` returns them.
         weight_decay: Weight decay of all other parameters.
         no_decay: Name patterns of further parameters without weight decay.
-        lr_multipliers: Learning-rate multiplier by name pattern; of several patterns that match a
+        lr_multipliers: Learning-rate multipliers by name pattern. If several patterns match a
             parameter, the last one counts.
 
     Returns:
-        Groups with `params`, `names`, `weight_decay` and `rate`, the learning-rate multiplier.
+        Groups with the keys `params`, `names`, `weight_decay` and `rate`, which is the
+        learning-rate multiplier.
 
     Raises:
-        SpecError: For a pattern that matches nothing.
+        SpecError: For a pattern that matches no parameter.
     """
     rates = lr_multipliers or {}
     _refuse_idle([*no_decay], trained, "no_decay")
@@ -204,7 +210,7 @@ def build_groups(
 
 
 def check_cover(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise TaskError when a trained parameter is in no group or in two."""
+    """Raise TaskError unless every trained parameter of `model` is in exactly one of `groups`."""
     seen: dict[int, int] = {}
     for group in groups:
         for parameter in group["params"]:

@@ -1,10 +1,10 @@
-"""The optimizer update inside the backward pass: each parameter is updated as soon as its gradient
-exists, and the gradient is freed.
+"""Optimizer update inside the backward pass.
 
-All gradients never exist at once, so nothing can use all of them: no gradient accumulation, no
-clipping by global norm, and a step with a non-finite gradient is partly applied by the time that is
-known. After Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
-Resources", 2023.
+Each parameter is updated as soon as its gradient exists, and the gradient is freed. Therefore all
+gradients never exist at the same time. This excludes gradient accumulation and clipping by the
+global norm. If a gradient is non-finite, some parameters have been updated before this is known.
+After Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
+2023.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ from surefoot.core.errors import InputError, NumbersError
 
 
 class UpdateInBackward:
-    """Hooks that run the updates of `guarded` during the backward pass of `step`.
+    """Hooks that update each parameter in the backward pass, as soon as its gradient exists.
 
-    Raises InputError for an optimizer without a fused kernel.
+    Args:
+        guarded: The optimizers and their schedule.
+
+    Raises:
+        InputError: For an optimizer other than torch's SGD, Adam and AdamW with fused=True.
     """
 
     def __init__(self, guarded: GuardedUpdate) -> None:
@@ -44,19 +48,17 @@ class UpdateInBackward:
         self._hook()
 
     def _hook(self) -> None:
-        """Add a hook to each parameter that has none yet, including those of groups that were added
-        later."""
+        """Add the update hook to each parameter that has none, since groups may have been added."""
         for parameter in self._guarded.parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
     def step(self, run_backward: Callable[[], None]) -> float:
-        """Run the backward pass, update each parameter during it, and return the norm of all
-        gradients.
+        """Run the backward pass with its updates, and return the global norm of the gradients.
 
-        Raises NumbersError for a non-finite gradient: its parameter is unchanged, others have been
-        updated.
+        Raises NumbersError for a non-finite gradient. Its parameter is unchanged, but other
+        parameters have been updated.
         """
         guarded = self._guarded
         guarded.move_schedule()
@@ -77,7 +79,7 @@ class UpdateInBackward:
         return norm
 
     def run(self, run_backward: Callable[[], None]) -> None:
-        """Run the backward pass with its updates, at the learning rates that the groups have."""
+        """Run the backward pass, and update each parameter with the `lr` of its group."""
         self._hook()
         self._places = self._guarded.places() or {}  # read again: a resume replaces the groups
         self._norms, self._is_on = [], True

@@ -1,7 +1,7 @@
-"""Learning rates: those of parameter groups before the schedule, and their scaling to a batch size.
+"""Learning rates of parameter groups, and their scaling to a batch size.
 
-A loop may set the learning rates of groups directly, as torch's schedulers do. Warnings say where
-the rule that scales a learning rate fails.
+A training loop may set the learning rates of groups directly, as torch's schedulers do. Some
+functions return warnings about learning rates that do not work.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ Curve = Callable[[int], float]
 
 
 class LearningRates:
-    """Reader and writer of the groups' `lr`, which distinguishes its last written values from
-    values that other code has set.
+    """Learning rates of parameter groups, with detection of values that other code has set.
 
-    A group's base learning rate is its `lr` times its `rate`, the multiplier. Without a curve, and
-    with a multiplier of 1, a value that other code sets becomes the base.
+    The base learning rate of a group is its initial `lr` times its multiplier `rate`; a schedule
+    (`has_curve`) scales it further. Without a schedule, and with a multiplier of 1, a value that
+    other code sets becomes the base learning rate.
     """
 
     def __init__(self, *, has_curve: bool) -> None:
@@ -38,10 +38,11 @@ class LearningRates:
         self._written: list[tuple[Any, int]] = []  # None: the optimizer computes its own
 
     def take(self, groups: list[dict[str, Any]]) -> None:
-        """Replace the previous groups by `groups`; additional groups bring their learning rate.
+        """Replace the parameter groups by `groups`, and determine their base learning rates.
 
-        Groups that were loaded from a state dict hold the learning rate of the step at which they
-        were saved: with a curve, the bases stay as they are.
+        The base learning rate of a new group is its `lr` times its multiplier. Groups that were
+        loaded from a state dict have the `lr` of the step at which they were saved. With a
+        schedule, they therefore keep the base learning rates from before.
         """
         known = {id(group) for group in self._groups}
         is_loaded = any(id(group) not in known for group in groups[: len(self._groups)])
@@ -59,8 +60,7 @@ class LearningRates:
     def read(self) -> list[float]:
         """Return the base learning rate of each group.
 
-        Raises SpecError if other code has set a learning rate that a curve or a multiplier
-        decides.
+        Raises SpecError if other code has set an `lr` that a schedule or a multiplier determines.
         """
         for number, (group, written) in enumerate(zip(self._groups, self._written, strict=True)):
             rate = group.get("lr")
@@ -95,7 +95,7 @@ class LearningRates:
             )
 
     def keep(self) -> None:
-        """Record the current `lr` of each group as written by this object."""
+        """Record the current `lr` of each group as if this object had written it."""
         self._written = [_mark(group.get("lr")) for group in self._groups]
 
 
@@ -109,8 +109,10 @@ def _mark(rate: float | Tensor | None) -> tuple[float | Tensor | None, int]:
 
 
 def _is_same(rate: float | Tensor | None, written: tuple[float | Tensor | None, int]) -> bool:
-    """Return whether a learning rate is the recorded one; a scheduler may change a tensor in place,
-    so its version counts too."""
+    """Return whether a learning rate is the recorded one.
+
+    For a tensor, the version counter is compared too, because a scheduler may change it in place.
+    """
     value, version = written
     if isinstance(rate, Tensor) or isinstance(value, Tensor):
         return rate is value and rate._version == version  # type: ignore[union-attr]
@@ -118,9 +120,10 @@ def _is_same(rate: float | Tensor | None, written: tuple[float | Tensor | None, 
 
 
 def apply_batch_scaling(curve: Curve, table: OptimTable, batch_at: Callable[[int], int]) -> Curve:
-    """Return the curve times the factor that `optim.reference_batch` gives for each step's batch.
+    """Return `curve` multiplied by the factor that `optim.reference_batch` gives for a batch size.
 
-    Without `optim.reference_batch`, this is `curve` itself.
+    `batch_at(step)` is the batch size of a step. Without `optim.reference_batch`, `curve` itself is
+    returned.
     """
     reference = table.reference_batch
     if reference is None:
@@ -129,7 +132,10 @@ def apply_batch_scaling(curve: Curve, table: OptimTable, batch_at: Callable[[int
 
 
 def describe_scaling(table: OptimTable, batch: int) -> list[str]:
-    """Return a log line on the factor of the learning rate, if `optim.reference_batch` is set."""
+    """Return a line for the log about the factor by which the batch size scales the learning rate.
+
+    Without `optim.reference_batch`, there is no factor, and the list is empty.
+    """
     if table.reference_batch is None:
         return []
     factor = scale_to_batch(batch, table.reference_batch, table.scaling)
@@ -142,7 +148,7 @@ def describe_scaling(table: OptimTable, batch: int) -> list[str]:
 
 
 def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
-    """Return a warning for a learning rate that is 0 in every step of the run, else nothing."""
+    """Return a warning if the learning rate is 0 in every step of the run, else an empty list."""
     if total_steps is None or any(
         curve(step) for step in range(0, total_steps, max(1, total_steps // LOOKED_AT))
     ):
@@ -158,7 +164,7 @@ def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
 def warn_of_large_batch(
     curve: Curve, batch: int, total_steps: int | None, optimizer: str
 ) -> list[str]:
-    """Return a warning for a batch above 8,192 whose learning rate does not rise at first."""
+    """Return a warning for a batch size above 8,192 without warm-up, else an empty list."""
     total = total_steps or LOOKED_AT
     later = max(curve(step) for step in range(0, total, max(1, total // LOOKED_AT)))
     if batch <= MAX_PLAIN or curve(0) < later:

@@ -1,9 +1,9 @@
-"""Weights stored in bf16, with an fp32 master each: the model computes with the bf16 weight, the
-optimizer updates the master.
+"""Weights stored in bf16, each with an fp32 copy (master) that the optimizer updates.
 
-bf16 has 8 significant bits, so 1.0 + 0.0001 is 1.0 and small updates are lost; the master
-accumulates them. Gradients of all microbatches are summed in the master's `.grad`, in fp32, and the
-model's gradients are freed as soon as they were added.
+The model computes with the bf16 weight. bf16 has 8 significant bits, so that 1.0 + 0.0001 is 1.0,
+and small updates would be lost; the master accumulates them. The gradients of all microbatches are
+summed in the `.grad` of the master, in fp32. The gradients of the model are freed as soon as they
+have been added.
 
     store_narrow(model)
     optimizer = torch.optim.AdamW([master_of(parameter) for parameter in model.parameters()])
@@ -31,7 +31,7 @@ def store_narrow(
     Args:
         model: The model, changed in place.
         wide: Modules whose parameters stay in fp32.
-        with_masters: Give each trained parameter an fp32 master; without one, small updates are
+        with_masters: Add an fp32 master to each trained parameter; without one, small updates are
             lost.
 
     Returns:
@@ -55,10 +55,11 @@ def store_narrow(
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Move the masters of all trained parameters to host memory; the optimizer's state is then
-    there too, and the update runs on the CPU.
+    """Move the tensors that the optimizer updates (masters) to host memory.
 
-    A gradient is copied to the host as soon as it exists, and freed on the device.
+    A trained parameter without a master gets one. The optimizer's state is then in host memory too,
+    and the update runs on the CPU. A gradient is copied to the host as soon as it exists, and freed
+    on the device.
     """
     for parameter in model.parameters():
         master = master_of(parameter)
@@ -76,7 +77,7 @@ def _serve(parameter: Tensor, master: Tensor) -> None:
 
 
 def find_norms(model: nn.Module) -> list[nn.Module]:
-    """Return the norm modules of a model, found by their class names; their scales stay in fp32."""
+    """Return the modules with "norm" in their class names, whose weights stay in fp32."""
     return [module for module in model.modules() if "norm" in type(module).__name__.lower()]
 
 
@@ -92,9 +93,10 @@ def _hand_over(parameter: Tensor) -> None:
 
 @torch.no_grad()
 def publish(parameters: Iterable[Tensor]) -> None:
-    """Round every master into its parameter; parameters without a master are unchanged.
+    """Copy every fp32 master into its parameter, rounded to the dtype of the parameter.
 
-    For masters that are rows of a sharded parameter, call the `publish` of their owner.
+    Parameters without a master are unchanged. If a master is only a shard of its parameter, the
+    owner of the sharded parameter copies it.
     """
     pairs = [
         (leaf, master)

@@ -1,7 +1,6 @@
-"""An optimizer's state as a tree of tensors and plain values, by the names of the parameters, and
-its restoration, in place where possible.
+"""Saving and restoring of an optimizer's state, by the names of its parameters.
 
-For an optimizer that overrides `state_dict`, that method's result is saved as it is.
+If an optimizer overrides `state_dict`, the result of that method is saved as it is.
 """
 
 from __future__ import annotations
@@ -27,8 +26,16 @@ def has_own_form(optimizer: Optimizer) -> bool:
 def state_of(
     optimizer: Optimizer, held: Sequence[Tensor], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """Return the state, tensors not copied; `held` are the parameters in the order of the groups,
-    as the model knows them."""
+    """Return the state of an optimizer for a checkpoint, with tensors that are not copied.
+
+    Args:
+        optimizer: The optimizer.
+        held: Its parameters, in the order of its groups.
+        names: Names of the parameters, by `id`.
+
+    Raises:
+        TaskError: For the state of a tensor that the optimizer does not update.
+    """
     kind = type(optimizer).__name__
     if has_own_form(optimizer):
         return {"type": kind, "own": optimizer.state_dict()}
@@ -57,8 +64,10 @@ def state_of(
 
 
 def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
-    """Return the keys of a parameter's state that are sparse tensors, as SGD's momentum of sparse
-    gradients."""
+    """Return the keys of a parameter's state whose values are sparse tensors.
+
+    An example is the momentum buffer of SGD for sparse gradients.
+    """
     return [
         key
         for key, value in row.items()
@@ -67,7 +76,7 @@ def _sparse_keys(row: Mapping[str, Any]) -> list[str]:
 
 
 def _state_without_parameter(optimizer: Optimizer, params: Sequence[Tensor]) -> dict[Any, Any]:
-    """Return the state under keys that are not parameters.
+    """Return the optimizer state whose keys are not parameters.
 
     Raises TaskError for the state of a tensor that the optimizer does not update.
     """
@@ -84,8 +93,11 @@ def _state_without_parameter(optimizer: Optimizer, params: Sequence[Tensor]) -> 
 
 
 def names_of(held: Sequence[Tensor], names: Mapping[int, str]) -> list[str]:
-    """Return the name of each parameter; a parameter that the model does not have is named by its
-    index."""
+    """Return the name of each parameter in `held`.
+
+    `names` maps the `id` of a parameter to its name. A parameter that it does not contain is named
+    by its index, such as "parameter-3".
+    """
     return [
         names.get(id(parameter), f"parameter-{number}") for number, parameter in enumerate(held)
     ]
@@ -98,9 +110,19 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def restore(
     optimizer: Optimizer, saved: Mapping[str, Any], held: Sequence[Tensor], names: Mapping[int, str]
 ) -> None:
-    """Restore a saved state; if no groups were saved, the optimizer's groups are unchanged.
+    """Restore the state of an optimizer, as `state_of` returned it.
 
-    Raises RunFolderError for the state of another optimizer type, or of other parameters.
+    The learning rates are not restored. If the saved groups are None, the other settings of the
+    groups are unchanged too.
+
+    Args:
+        optimizer: The optimizer.
+        saved: The saved state.
+        held: The parameters of the optimizer, in the order of its groups.
+        names: Names of the parameters, by `id`.
+
+    Raises:
+        RunFolderError: For the state of a different type of optimizer, or of different parameters.
     """
 
     from surefoot.components.optim.kinds.layerwise import PREVIOUS_NAMES
@@ -170,11 +192,10 @@ def _fill(
 
 @torch.no_grad()
 def share_counters(optimizer: Optimizer) -> None:
-    """Use one step counter for all parameters of a group that are at the same step, so that the
-    fused update changes one tensor.
+    """Use one step counter for all parameters of a group that have done the same number of steps.
 
-    Not for an optimizer whose `step()` runs: torch adds 1 for each parameter, so a counter shared
-    by many would be too high.
+    The fused update then changes only one counter. This is not for an optimizer whose `step()`
+    runs: torch would add 1 to the shared counter for each parameter.
     """
     for group in optimizer.param_groups:
         states = [

@@ -1,7 +1,7 @@
-"""Contents of an optimizer at one moment, and whether they have changed since.
+"""Detection of changes to the groups, parameters and state of an optimizer.
 
-A loop may add groups, replace parameters or load a state at any time; the update reads an optimizer
-again only after such a change.
+A training loop may add groups, replace parameters or load a state at any time. The update reads the
+contents of an optimizer again only after such a change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ FusedGroups = Sequence[fused.FusedParamGroup] | None
 
 
 def fused_groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
-    """Return the groups of an optimizer that divides and skips inside its update, else None."""
+    """Return the parameter groups of an optimizer with a fused update, else None.
+
+    A fused update can unscale the gradients and skip itself.
+    """
     if fused.supports(optimizer):
         return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
     if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
@@ -32,16 +35,18 @@ def fused_groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, which receive gradients, group by group."""
+    """Return the parameters of an optimizer, in the order of its parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 @dataclass(frozen=True, eq=False)
 class OptimizerSnapshot:
-    """Groups of an optimizer when it was read, their parameters, its state, all objects in them.
+    """Record of an optimizer's groups, parameters and state at one time.
 
-    `fused` are its fused groups, None without a fused update. `live` iterates over the current
-    objects, as long as groups, lists and state are the same objects.
+    `objects` are the groups, parameters and state entries at that time. `live` iterates over the
+    current ones, as long as the optimizer has the same lists of groups and parameters and the same
+    state dict. `lists` are the `params` lists of the groups, and `parameters` are copies of them.
+    `fused` are the fused groups, None without a fused update.
     """
 
     groups: list[dict[str, Any]]
@@ -70,9 +75,9 @@ _PARAMETERS, _END = operator.itemgetter("params"), object()
 
 
 def has_same_objects(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
-    """Return whether an optimizer holds the same objects as when it was read.
+    """Return whether an optimizer contains the same objects as when `taken` was recorded.
 
-    Called at every step, so without Python loops.
+    This is called at every step, so it has no Python loop.
     """
     if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
         return False
@@ -84,7 +89,7 @@ def has_same_objects(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
 
 
 def is_current(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
-    """Return whether only the update itself has changed the contents of an optimizer."""
+    """Return whether only the fused update itself has changed an optimizer since `taken`."""
     groups = [[*group["params"]] for group in optimizer.param_groups]
     return (
         taken.fused is not None

@@ -1,8 +1,7 @@
-"""The end of a step for one set of parameters: gradient norm, non-finite check, clipping and
-update, in as few kernels as possible.
+"""Optimizer step with gradient norm, non-finite check and clipping, in few kernels.
 
-On a CPU the host decides whether to apply the update. On an asynchronous device, norm, decision,
-step counter and learning rate stay tensors on the device, and the host does not wait.
+On a CPU, the host decides whether to apply the update. On a GPU, the norm, the decision, the step
+counter and the learning rate stay tensors on the device, and the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
 class GuardedUpdate:
-    """Optimizer step that divides summed gradients by their count and skips non-finite ones.
+    """Optimizer step that scales and clips gradients, and is skipped if they are non-finite.
 
     Groups, states and (without `curve`) learning rates are read from the optimizers at every step,
     so changes that other code makes to them have an effect.
 
     Args:
         optimizers: The optimizers, which step together.
-        clip: Limit of the global norm; 0 for no limit.
-        clip_value: Limit of the absolute value of each element; None for no limit.
+        clip: Limit of the global gradient norm; 0 for no limit.
+        clip_value: Limit of the absolute value of each gradient element; None for no limit.
         curve: Function of the number of applied steps that returns a multiplier of every group's
             learning rate.
         momentum_curve: Function of the number of applied steps that returns every group's momentum
             (one-cycle).
-        total_steps: Number of steps of the run, for `on_device`.
+        total_steps: Number of steps of the run; needed for `on_device`.
         on_device: Decide on the device whether to apply a step, so that the host does not wait;
             None does so on any device but a CPU. It needs fused optimizers and `total_steps`, and
             no `momentum_curve`.
@@ -90,8 +89,7 @@ class GuardedUpdate:
             self._applied = torch.zeros((), dtype=torch.int64, device=device)
 
     def _take_optimizers(self) -> None:
-        """Read groups, parameters and states of the optimizers; the fused groups hold their tensors
-        as lists."""
+        """Read the groups, parameters and states of the optimizers."""
         self._groups: list[dict[str, Any]] = [
             group for each in self.optimizers for group in each.param_groups
         ]
@@ -128,7 +126,7 @@ class GuardedUpdate:
             self._num_applied, self.on_device = int(self._applied), False
 
     def _follow_optimizers(self) -> None:
-        """Read the optimizers again where other code has changed their groups, lists or states."""
+        """Read the optimizers again if other code has changed groups, parameters or states."""
         if len(self.optimizers) != len(self._taken):
             self._take_optimizers()
         if all(map(has_same_objects, self.optimizers, self._taken)):
@@ -144,7 +142,7 @@ class GuardedUpdate:
 
     @property
     def applied_steps(self) -> int:
-        """Number of updates that were applied; on an asynchronous device, the host waits for it."""
+        """Number of applied updates; reading it waits for an asynchronous device."""
         return int(self._applied) if self.on_device else self._num_applied
 
     @applied_steps.setter
@@ -167,20 +165,24 @@ class GuardedUpdate:
         return self._parameters
 
     def extend(self, optimizers: Sequence[Optimizer]) -> None:
-        """Apply these optimizers too from the next update on. If one of them cannot decide on the
-        device whether to apply an update, the host decides."""
+        """Add optimizers, which step together with the others from the next update on.
+
+        If one of them has no fused update, the host decides from then on whether to apply a step.
+        """
         self.optimizers += optimizers
         self._take_optimizers()
 
     def states(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Yield each tensor that is updated, with the optimizer's state for it."""
+        """Yield each tensor that the optimizers update, with its optimizer state."""
         self._follow_optimizers()
         for optimizer, held in zip(self.optimizers, self._held, strict=True):
             yield from ((parameter, optimizer.state.get(parameter, {})) for parameter in held)
 
     def state(self, names: Mapping[int, str]) -> dict[str, Any]:
-        """Return the state for a checkpoint, by the parameters' `names` (id -> name); tensors are
-        not copied."""
+        """Return the state for a checkpoint; its tensors are not copied.
+
+        `names` maps the `id` of each parameter to its name.
+        """
         self._follow_optimizers()
         made = [
             saving.state_of(each, held, names)
@@ -189,7 +191,7 @@ class GuardedUpdate:
         return {"applied_steps": self.applied_steps, "optimizers": made}
 
     def restore(self, saved: Mapping[str, Any], names: Mapping[int, str]) -> None:
-        """Restore a saved state. Raises RunFolderError for the state of other optimizers."""
+        """Restore the result of `state`. Raises RunFolderError if the optimizers are different."""
         self._follow_optimizers()
         if len(saved["optimizers"]) != len(self.optimizers):
             raise RunFolderError(
@@ -206,11 +208,11 @@ class GuardedUpdate:
         self._take_optimizers()  # a fork may have switched the momentum on or off
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by the parameters' indices, for a user-defined loop."""
+        """Return the optimizer states, by the indices of the parameters, and the step count."""
         return self.state({})
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore the optimizer states and the step count that `state_dict` returned."""
         self.restore(saved, {})
 
     def clear_gradients(self) -> None:
@@ -222,21 +224,20 @@ class GuardedUpdate:
 
     @property
     def rates(self) -> list[float]:
-        """The learning rate of each group at the next update."""
+        """The learning rate of each parameter group at the next update."""
         multiplier = self._curve(self.applied_steps)
         self._follow_optimizers()
         return [base * multiplier for base in self._learning_rates.read()]
 
     def norm(self) -> Tensor:
-        """Return the global norm of the current gradients, of which there must be at least one."""
+        """Return the global norm of the gradients; at least one parameter must have a gradient."""
         self._follow_optimizers()
         return self.join_norm(fused.norm_of(self._gradients()))
 
     def _gradients(self) -> list[Tensor]:
-        """Return the values of all gradients. Each row of a sparse one is summed first, as torch's
-        optimizers do.
+        """Return the values of all gradients, after coalescing those that are sparse.
 
-        Raises TaskError for a sparse one where the update is fused.
+        Raises TaskError for a sparse gradient if the update is fused.
         """
         found = []
         for parameter in self._parameters:
@@ -267,9 +268,9 @@ class GuardedUpdate:
     def step_if_finite(self, factor: float | Tensor = 1.0) -> tuple[float | Tensor, bool | Tensor]:
         """Multiply the gradients by `factor`, clip them, and update if their norm is finite.
 
-        Returns the global norm of the gradients times `factor` before clipping, and whether the
-        update was applied; 0 and False without gradients. Raises SpecError for a factor of 0 or
-        below, if it can be read without waiting for a device.
+        Returns the global norm of the gradients, multiplied by `factor` but not clipped, and
+        whether the update was applied. Without gradients, it returns 0 and False. Raises SpecError
+        for a factor of 0 or below, unless the device decides (`on_device`).
         """
         self._follow_optimizers()  # once for the whole update
         grads = self._gradients()
@@ -306,8 +307,7 @@ class GuardedUpdate:
         return norm, True
 
     def apply(self, factor: float) -> None:
-        """Update with the gradients times `factor`, without clipping and without the non-finite
-        check."""
+        """Update with the gradients times `factor`, without clipping and non-finite check."""
         self._follow_optimizers()
         self._apply(factor)
 
@@ -323,8 +323,10 @@ class GuardedUpdate:
         self.applied_steps += 1
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
-        """Return the fused group of each parameter and its index in it, by `id`; None without a
-        fused kernel."""
+        """Return the fused group of each parameter, and its index in that group, by its `id`.
+
+        Returns None if an optimizer has no fused kernel.
+        """
         self._follow_optimizers()
         places: dict[int, tuple[fused.FusedGroup, int]] = {}
         for held in self._fused:
@@ -340,7 +342,7 @@ class GuardedUpdate:
     # ---- the update as a part of a graph
 
     def check_traceable(self) -> None:
-        """Raise SpecError if the update cannot be part of a graph."""
+        """Raise SpecError if the update cannot be part of a compiled graph."""
         from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 
         other, have_rules = 'or compile.what = "model"', (Adam, AdamW, SGD, Lars, Lamb)
@@ -372,11 +374,11 @@ class GuardedUpdate:
 
     @property
     def limits(self) -> tuple[float, float | None]:
-        """The limits of the global norm and of each gradient element; 0 and None mean no limit."""
+        """Limits of the global gradient norm (0 for none) and of each element (None for none)."""
         return self._clip, self._clip_value
 
     def held(self) -> list[tuple[list[Tensor], ...]]:
-        """Return all tensors that an update changes, by group."""
+        """Return all tensors that an update changes, by parameter group."""
         self._follow_optimizers()
         return [
             tensors
@@ -386,7 +388,7 @@ class GuardedUpdate:
         ]
 
     def begin_traced(self) -> list[Tensor]:
-        """Return the learning rate of each group for the next update."""
+        """Return the learning rate of each group for the next update of a compiled step."""
         if not self.on_device:
             self.move_schedule()
             for rate, group in zip(self._rates, self._groups, strict=True):
@@ -399,8 +401,7 @@ class GuardedUpdate:
         return rates
 
     def end_traced(self, norm: Tensor, applied: Tensor) -> tuple[float | Tensor, bool | Tensor]:
-        """Count an update of a compiled step if it was `applied`; return what `step_if_finite`
-        returns."""
+        """Count the update of a compiled step if it was `applied`; return `norm` and `applied`."""
         for each in (each for groups in self._fused for each in groups or ()):
             each.count_traced(applied)
         if self.on_device:
@@ -411,8 +412,7 @@ class GuardedUpdate:
         return norm.item(), was_applied
 
     def move_schedule(self) -> None:
-        """Set the learning rate of every group for this update, and its momentum where the schedule
-        changes that."""
+        """Set the learning rate, and a scheduled momentum, of every group for this update."""
         self._follow_optimizers()
         self._move_schedule()
 
@@ -427,8 +427,7 @@ class GuardedUpdate:
                 _set_momentum(group, momentum)
 
     def _scale_then_step(self, optimizer: Optimizer, held: list[Tensor], factor: float) -> None:
-        """Update an optimizer that cannot divide inside its update: scale its gradients, then
-        step."""
+        """Scale the gradients of an optimizer without a fused update, then call its `step()`."""
         grads = [
             fused.numbers_of(parameter.grad) for parameter in held if parameter.grad is not None
         ]
@@ -464,8 +463,10 @@ class GuardedUpdate:
 
 
 def _reason_not_fused(optimizer: Optimizer) -> str:
-    """Return why an optimizer whose type has a fused update does not use it; an empty text for
-    other types."""
+    """Return why an optimizer does not use the fused update of its type, as a message suffix.
+
+    It is empty for an optimizer whose type has no fused update.
+    """
     if type(optimizer).__name__ not in HAVE_FUSED:
         return ""
     if not all(group.get("fused") for group in optimizer.param_groups):

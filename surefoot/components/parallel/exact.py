@@ -41,8 +41,8 @@ class VirtualRanks:
     def count_over(self, done: int) -> int:
         """Return how many virtual ranks of this rank have finished since the last call.
 
-        The first `done` microbatches of the step are complete; `done` counts microbatches of all
-        ranks.
+        This rank has completed its microbatches up to number `done`, which is counted over the
+        microbatches of all ranks in the step.
         """
         over = [end for end in self._ends if end <= done]
         self._ends = self._ends[len(over) :]
@@ -97,8 +97,8 @@ class OrderedGradientSum:
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """Add two gradients in place and return the sum; None stands for a gradient of zeros.
 
-    The zeros are really added, because -0 + 0 is 0. The result is then the same as on a rank that
-    lacks the gradient and sends zeros. It is None if both gradients are None.
+    Zeros are really added, although they only turn -0 into 0: the result is then the same as on a
+    rank that lacks the gradient and sends zeros. It is None if both gradients are None.
     """
     if left is None:
         return None if right is None else right.add_(0.0)

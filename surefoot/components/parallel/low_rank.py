@@ -10,16 +10,16 @@ starting from Q of the previous training step:
 
     residual_i = M_i - P Q_i'
 
-These are sums over the ranks, not means. A rank keeps the error of its own M_i, so the residuals of
-all ranks add up to the part of the sum that was not sent. The columns of P are orthonormalized by
-Householder reflections (QR), which give orthonormal columns even if P has a lower rank. The columns
-of Q have length 1. A column of zeros is replaced by fixed random numbers, because power iteration
-would leave it at zero.
+These are sums over the ranks, not means. The residual of a rank is the error of its own M_i, so
+that the residuals of all ranks add up to the part of the sum that was not sent. The columns of P
+are orthonormalized by Householder reflections (QR), which give orthonormal columns even if P has a
+lower rank. The columns of Q have length 1. A column of zeros is replaced by fixed random numbers,
+because power iteration would leave it at zero.
 
 A training step multiplies the sums by a factor, such as 1 / count or 1 / loss scale. A residual is
 stored with the factor of its step, and is rescaled to the factor of the next step. A skipped step
-must not change the residuals and Q. Therefore `keep` is told whether the step was applied, and
-replaces them only if it was.
+must not change the residuals and Q. They are therefore replaced only if `keep` is called with
+`applied` true.
 """
 
 from __future__ import annotations
@@ -167,11 +167,11 @@ class LowRank:
 
 
 def matrix_shape(parameter: Tensor, rank: int) -> tuple[int, int] | None:
-    """Return the shape (n, m) of the matrix as which a gradient is compressed, or None.
+    """Return the shape (n, m) of the matrix for PowerSGD, or None for an uncompressed gradient.
 
-    It follows the memory order of the gradient. None means that the gradient is sent uncompressed:
-    it has fewer than 2 dimensions, is complex or empty, or P and Q with `rank` columns would have
-    more than half as many elements.
+    The matrix has the elements of the gradient in memory order. A gradient is not compressed if it
+    has fewer than 2 dimensions, if it is complex or empty, or if P and Q with `rank` columns would
+    have more than half as many elements.
 
     >>> matrix_shape(torch.empty(64, 16, 3, 3), 4)
     (64, 144)

@@ -24,9 +24,9 @@ Slot = tuple[nn.Module, str]
 class JoinedBuffers:
     """Synchronization of a model's buffers over the ranks of a group.
 
-    Every rank calls `keep` before the forward passes of a step and `join` after them. `join` gives
-    the running statistics of BatchNorm the values that one process would compute, and all other
-    buffers that change the values of rank 0.
+    Every rank calls `keep` before the forward passes of a step and `join` after them. The running
+    statistics of BatchNorm then have the values that one process would compute. All other buffers
+    that change have the values of rank 0.
 
     Args:
         model: The model.
@@ -156,8 +156,7 @@ class JoinedBuffers:
             self._join_in_order(self._virtual)
 
     def _join_in_order(self, virtual: VirtualRanks) -> None:
-        """Synchronize the running statistics, with contributions added in the order of virtual
-        ranks."""
+        """Synchronize the running statistics, added in the order of the virtual ranks."""
         now = self._statistics()
         before = torch.stack([each.double() for each in self._before[2::3]])
         seen = torch.stack(  # (own, norms)
@@ -244,7 +243,7 @@ class JoinedBuffers:
     def _find_live(self) -> list[Slot]:
         """Return the buffers, other than running statistics, that changed on any rank.
 
-        It is called after the first step.
+        Call this method only after the first step.
         """
         changed = [
             float(getattr(*slot) is not was and not torch.equal(getattr(*slot), was))

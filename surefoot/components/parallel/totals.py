@@ -1,5 +1,4 @@
-"""Sums of a step over all ranks: the loss terms, their counts, and the samples, in one
-all-reduce."""
+"""Sums of a step's loss terms, counts and samples over all ranks, in one all-reduce."""
 
 from __future__ import annotations
 

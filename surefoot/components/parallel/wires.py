@@ -51,8 +51,7 @@ class CountedGroup:
         return self._count_bytes(tensor, self.group.begin_to_add)
 
     def most(self, tensor: Tensor) -> Callable[[], None]:
-        """Start an all-reduce (maximum) of `tensor` in place; return a function that waits for
-        it."""
+        """Start an all-reduce (max) of `tensor` in place; return a function that waits for it."""
         return self._count_bytes(tensor, self.group.begin_to_take_largest)
 
     def _count_bytes(
@@ -107,8 +106,8 @@ class Half:
 
     The scale is a power of two. It is computed from the largest value on all ranks, so that a sum
     over all ranks stays below 2^15. A value 2^29 times smaller than the largest value of its bucket
-    still has all 11 bits. The reducer is 8 times as precise as one in bf16, but needs one more
-    all-reduce, of one number, which runs after the backward pass. Non-finite values stay
+    still has all 11 bits of precision. The reducer is 8 times as precise as one in bf16, but needs
+    one more all-reduce, of one number, which runs after the backward pass. Non-finite values stay
     non-finite.
     """
 

@@ -22,7 +22,7 @@ WRAPPERS = {
 def check_unwrapped(model: nn.Module) -> None:
     """Raise TaskError for a model that is, or contains, a torch wrapper for several devices.
 
-    For example, such a wrapper is DistributedDataParallel.
+    DistributedDataParallel is such a wrapper.
     """
     for place, module in model.named_modules():
         for kind in type(module).__mro__:

@@ -1,5 +1,4 @@
-"""Precision: the dtypes of computation, the loss scale for fp16, float8 layers, and checks for
-overflow and underflow."""
+"""Precision: compute dtypes, loss scaling, float8 layers, and checks for overflow and underflow."""
 
 from surefoot.core.old_homes import moved_to
 

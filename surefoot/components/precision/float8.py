@@ -1,8 +1,8 @@
-"""Linear layers with float8 matmuls, by torchao: inputs and weights as e4m3, gradients as e5m2,
-with one scale each.
+"""Linear layers with float8 matmuls, by torchao.
 
-Only the matmuls are in float8. Weights, their gradients and the optimizer's state keep their
-dtypes, so that a model is saved and loaded as any other. All other operators compute in bf16.
+Inputs and weights are cast to e4m3, and gradients to e5m2, with one scale for each tensor. Only the
+matmuls are in float8. Weights, their gradients and the optimizer state keep their dtypes, so that a
+model is saved and loaded like any other. All other operators compute in bf16.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ MULTIPLE = 16  # the size that a tensor core multiplies at a time
 
 @dataclass(frozen=True)
 class Float8Layers:
-    """The linear layers of a model that compute in float8, and for each other linear layer the
-    reason why not."""
+    """Linear layers of a model that compute in float8.
+
+    `layers` are their names. `skipped` gives the reason for each linear layer that does not compute
+    in float8.
+    """
 
     layers: tuple[str, ...]
     skipped: Mapping[str, str]
@@ -39,10 +42,9 @@ class Float8Layers:
 
 
 def find_linear(model: nn.Module, kept: Collection[nn.Module] = ()) -> Float8Layers:
-    """Return which linear layers of `model` `to_float8` converts, or has converted, and why it
-    skips the others.
+    """Return the linear layers that `to_float8` converts or has converted, and those it skips.
 
-    Layers inside the modules `kept` stay in fp32.
+    The layers inside the modules `kept` are among those that it skips, and stay in fp32.
     """
     wide = {inside for module in kept for inside in module.modules()}
     linear = {
@@ -77,11 +79,18 @@ def _reason_not_converted(module: nn.Linear, is_head: bool, is_wide: bool) -> st
 def to_float8(
     model: nn.Module, kept: Collection[nn.Module] = (), *, emulate: bool = False
 ) -> Float8Layers:
-    """Convert the linear layers of `model` to float8 matmuls, in place.
+    """Make the linear layers of `model` compute their matmuls in float8, in place.
 
-    With `emulate`, and on any CPU, inputs are rounded to float8 and multiplied in fp32. Each layer
-    stays the same object, with its hooks, and wherever else it is used. Raises MissingExtra without
-    torchao, SpecError if there is no layer to convert.
+    Each layer stays the same object, with its hooks, even if the model uses it several times.
+
+    Args:
+        model: The model, changed in place.
+        kept: Modules whose layers stay in fp32.
+        emulate: Round the inputs to float8, but multiply in fp32. On a CPU, this is always done.
+
+    Raises:
+        MissingExtra: If torchao is not installed.
+        SpecError: If there is no layer to convert.
     """
     found = find_linear(model, kept)
     if not found.layers:
@@ -106,8 +115,7 @@ def to_float8(
 
 
 def _convert_in_place(layer: nn.Module, converted: nn.Module) -> None:
-    """Turn `layer` into the converted one, in place: its class and new attributes change, the
-    object stays the same."""
+    """Give `layer` the class and the new attributes of `converted`; it stays the same object."""
     vars(layer).update(
         {name: value for name, value in vars(converted).items() if name not in vars(layer)}
     )
@@ -115,6 +123,8 @@ def _convert_in_place(layer: nn.Module, converted: nn.Module) -> None:
 
 
 def convert(model: nn.Module, table: PrecisionTable, kept: Collection[nn.Module] = ()) -> list[str]:
-    """Convert the layers for which [precision] has a format, float8, and return notes for the
-    log."""
+    """Convert the linear layers if `precision.compute` is "float8".
+
+    Returns lines for the log; none for any other format.
+    """
     return to_float8(model, kept, emulate=table.emulate).notes if table.compute == "float8" else []

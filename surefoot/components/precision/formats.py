@@ -1,7 +1,7 @@
-"""Number formats, measured: each property is found by casting values and reading the result.
+"""Properties of number formats, measured by casting values and reading the results.
 
-tf32 is not a dtype of torch: a GPU rounds fp32 to it at the input of a matmul. This module emulates
-the rounding, to 10 mantissa bits.
+tf32 is not a dtype of torch: a GPU rounds fp32 to tf32 at the input of a matmul. This module
+emulates the rounding, to 10 mantissa bits.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ USES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """The properties of a number format.
+    """Properties of a number format.
 
-    `resolution` is the distance from 1 to the next number. Values up to `vanishes_up_to` underflow
-    to 0, values below `least_normal` keep fewer bits, and from `overflows_from` on a value becomes
-    inf, NaN, or the largest number (`overflows_to`).
+    `least` is the smallest positive number. `least_normal` is the smallest with full precision;
+    smaller ones have fewer significant bits. `resolution` is the distance from 1 to the next larger
+    number. Values up to `vanishes_up_to` are rounded to 0. Values from `overflows_from` on become
+    `overflows_to`: inf, NaN or the largest number.
     """
 
     name: str
@@ -75,7 +76,7 @@ _CASTS: dict[str, tuple[int, Callable[[float], float]]] = {
 
 
 def find_formats() -> tuple[Format, ...]:
-    """Return every format, measured."""
+    """Return the measured properties of every number format."""
     return tuple(_measure(name, bits, cast) for name, (bits, cast) in _CASTS.items())
 
 
@@ -120,8 +121,10 @@ def _is_exact(cast: Callable[[float], float], value: float, resolution: float) -
 
 
 def _border(holds: Callable[[float], bool], below: float, above: float) -> tuple[float, float]:
-    """Return the last value for which `holds` is false and the first for which it is true, to the
-    precision of fp32."""
+    """Return the last value for which `holds` is False, and the first for which it is True.
+
+    Both are between `below` and `above`, and are rounded to fp32 if they are in its normal range.
+    """
     for _ in range(HALVINGS):
         middle = (below + above) / 2
         below, above = (below, middle) if holds(middle) else (middle, above)

@@ -1,5 +1,4 @@
-"""Overflow and underflow in low precision, found in one forward and backward pass, by module, each
-with a remedy.
+"""Detection of overflow and underflow in low precision, in one forward and backward pass.
 
 with Watch(model, scale=65536.0) as watch:
     (loss(model(batch)) * 65536.0).backward()
@@ -30,10 +29,12 @@ LOSS = "the loss"
 
 @dataclass(frozen=True, kw_only=True)
 class Overflow:
-    """The module where values first became non-finite, though its inputs were finite.
+    """Module in which values first became non-finite, although its inputs were finite.
 
-    `dtype` is that of its first 16-bit output or input, else of its output; in the backward pass,
-    that of the gradient. `largest` is the largest magnitude among its inputs.
+    `dtype` is the dtype of its first 16-bit output or input, or of its output if none has 16 bits.
+    In the backward pass, it is the dtype of the gradient. `operator` is the operator that
+    overflowed, and `largest` is the largest magnitude among the inputs of that operator or of the
+    module. Both are None if they are not known.
     """
 
     module: str
@@ -55,7 +56,7 @@ class Overflow:
 
     @property
     def remedy(self) -> str | None:
-        """The spec setting that helps; None if the dtype is not the cause."""
+        """Spec setting that avoids the overflow; None if the dtype is not the cause."""
         if self.dtype not in ("fp16", "bf16"):
             return None
         return (
@@ -67,8 +68,11 @@ class Overflow:
 
 @dataclass(frozen=True, kw_only=True)
 class UnderflowShare:
-    """The nonzero gradient values of one module's output or parameter, and for each loss scale the
-    share that underflows in fp16."""
+    """Share of gradient values that underflow to zero in fp16, for one module or parameter.
+
+    `num_values` is the number of nonzero gradient values. `shares` maps each loss scale to the
+    share of them that underflows. `largest` is their largest magnitude, without a loss scale.
+    """
 
     module: str
     num_values: int
@@ -81,8 +85,9 @@ class Watch:
 
     Args:
         model: The model.
-        scale: Loss scale inside the block.
-        scales: Loss scales for which `flushed` reports shares.
+        scale: Loss scale with which the code in the context multiplies its loss.
+        scales: Loss scales for which `flushed` computes the share of gradient values that
+            underflow.
     """
 
     def __init__(
@@ -196,8 +201,10 @@ class Watch:
         return count
 
     def flushed(self) -> tuple[UnderflowShare, ...]:
-        """Return a row for each module and parameter with gradients, the largest share at the first
-        scale first."""
+        """Return the share of gradient values that underflow, for each module and parameter.
+
+        The rows are sorted by the share at the first of the `scales`, the largest first.
+        """
         rows = [
             UnderflowShare(
                 module=name,
@@ -214,15 +221,20 @@ class Watch:
 
 
 def total(rows: Iterable[UnderflowShare], scale: float) -> float:
-    """Return the share of all gradient values that underflow to zero in fp16 at `scale`."""
+    """Return the share of all gradient values that underflow to zero in fp16 at a loss scale.
+
+    The loss scale `scale` must be one of those for which the rows have shares.
+    """
     rows = list(rows)
     values = sum(row.num_values for row in rows)
     return sum(row.shares[scale] * row.num_values for row in rows) / values if values else 0.0
 
 
 def advise_scale(rows: Iterable[UnderflowShare]) -> float:
-    """Return the largest power of two that keeps the largest gradient, times the scale, at 2^14 or
-    below; at most 2^24."""
+    """Return a loss scale: the largest power of two with all scaled gradients at 2^14 or below.
+
+    The result is at most 2^24.
+    """
     largest = max((row.largest for row in rows if math.isfinite(row.largest)), default=0.0)
     return (
         MAX_SCALE
@@ -234,12 +246,15 @@ def advise_scale(rows: Iterable[UnderflowShare]) -> float:
 def count_lost(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], moved: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Return, by parameter, the share of updated values that did not change.
+    """Return for each parameter the share of its values that an update did not change.
+
+    Values count only if their update is not 0. Such an update is lost if it is too small for the
+    dtype of the parameter.
 
     Args:
         before: Parameters before the update, by name.
         after: Parameters after the update, by name.
-        moved: Updates by name, not 0 where a value should have changed.
+        moved: Updates, by parameter name.
     """
     found = {}
     for name, old in before.items():
@@ -252,10 +267,10 @@ def count_lost(
 def was_clipped_first(norm: float, *, scale: float, clip: float) -> bool:
     """Return whether gradients were clipped before they were divided by the loss scale.
 
-    Their norm is then exactly `clip / scale`.
+    If so, their norm is `clip / scale`.
 
     Args:
-        norm: Norm of the gradients after both.
+        norm: Norm of the gradients after clipping and division.
         scale: The loss scale.
         clip: The limit of the norm.
 

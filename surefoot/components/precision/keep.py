@@ -1,5 +1,7 @@
-"""Modules that compute in fp32 while the others compute in 16 bits: inputs are cast to fp32, and
-autocast is off inside them."""
+"""Modules that compute in fp32 while the rest of a model computes in 16 bits.
+
+Their inputs are cast to fp32, and autocast is off inside them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,9 @@ NARROW = (torch.bfloat16, torch.float16)
 def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     """Make the modules that match a pattern compute in fp32, and return them by name.
 
-    A pattern matches a module's name, or that of one of its parameters: `head`, `head.*`,
-    `blocks.*.mlp`. Raises SpecError, with similar names, for a pattern that matches none.
+    A pattern, as in fnmatch, matches the name of a module or of one of its parameters, for example
+    `head`, `head.*` or `blocks.*.mlp`. Raises SpecError, with similar names, for a pattern that
+    matches no module.
     """
     found: dict[str, nn.Module] = {}
     for pattern in patterns:

@@ -1,8 +1,8 @@
-"""The dtype of the forward and backward passes, and the reason for it; weights, gradients and
-optimizer state stay fp32.
+"""Choice of the dtype of the forward and backward passes.
 
-The formats of a device are queried and never assumed: a format that it lacks is rejected, or noted
-where a CPU computes it in software.
+Weights, gradients and optimizer state stay in fp32. The number formats that a device supports are
+queried. A format that a device lacks is rejected, except that a CPU may compute 16-bit formats in
+software, which is reported.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ INSTEAD = {"float8": "precision.emulate = true gives its numbers without them, s
 
 @dataclass(frozen=True)
 class FormatSupport:
-    """The formats besides fp32 that a device has hardware for; `kind` is cpu or cuda, `name` the
-    name of the device."""
+    """Number formats that a device supports in hardware, in addition to fp32.
+
+    `kind` is "cpu" or "cuda", and `name` is the name of the device.
+    """
 
     kind: str
     name: str
@@ -42,8 +44,11 @@ class FormatSupport:
 
 @dataclass(frozen=True)
 class Policy:
-    """The precision of forward and backward, the reason, a factory of contexts for the forward
-    pass, and the loss scaler for fp16."""
+    """Precision of the forward and backward passes.
+
+    `why` is the reason for the choice. `context` returns a new context for a forward pass. `scaler`
+    is the loss scaler for fp16, and None for other formats.
+    """
 
     compute: Compute
     why: str
@@ -55,8 +60,11 @@ PLAIN = Policy("fp32", "as the spec says", nullcontext)
 
 
 def find_units(device: torch.device) -> FormatSupport:
-    """Return the formats that `device` has hardware for: of a GPU by torch, of a CPU by the flags
-    of the operating system."""
+    """Return the number formats that `device` supports in hardware.
+
+    torch reports those of a GPU. Those of a CPU are derived from the CPU flags of the operating
+    system.
+    """
     if device.type != "cuda":
         flags = find_processor_flags()
         found = {
@@ -75,10 +83,11 @@ def find_units(device: torch.device) -> FormatSupport:
 
 
 def choose(wanted: str, units: FormatSupport, *, emulate: bool = False) -> tuple[Compute, str]:
-    """Return the precision for "auto" on such a device, or the one that was requested, each with
-    the reason.
+    """Return the precision to use on a device, and the reason.
 
-    Raises SpecError for a format that the device lacks.
+    "auto" chooses bf16 if the device supports it in hardware, else fp16 if a GPU supports that,
+    else fp32. Any other `wanted` is returned itself. Raises SpecError for a format that the device
+    does not support, unless it is emulated or is a 16-bit format on a CPU.
 
     >>> choose("auto", FormatSupport("cuda", "Tesla V100", frozenset({"fp16"})))
     ('fp16', 'auto: Tesla V100 has units for fp16 and none for bf16; with a loss scale')
@@ -120,9 +129,10 @@ def _best(units: FormatSupport) -> tuple[Compute, str]:
 
 
 def build(table: PrecisionTable, device: torch.device, *, scales_on_device: bool = False) -> Policy:
-    """Return the policy of a spec on `device`. Raises SpecError for a format that the device lacks.
+    """Return the precision policy that the [precision] table of a spec selects on `device`.
 
-    `scales_on_device` keeps the loss scale on the device, where the update is decided there too.
+    If the device decides whether to apply an update, `scales_on_device` stores the loss scale there
+    too. Raises SpecError for a format that the device does not support.
     """
     compute, why = choose(table.compute, find_units(device), emulate=table.emulate)
     scaler = None
@@ -147,12 +157,12 @@ def compute_context(
     computes softmax, norms and sums in fp32 on a CPU too, as it does on a GPU.
 
     Args:
-        compute: The number format. "tf32" also needs `set_products`, "float8" a conversion of the
-            layers; "auto" is resolved by `choose`.
-        device: Device of torch.amp.
+        compute: The number format. "tf32" also requires `set_products`, and "float8" the conversion
+            of the layers by `to_float8`. "auto" is not accepted, but `choose` resolves it.
+        device: The device of the forward pass.
 
     Raises:
-        InputError: For any other name.
+        InputError: For any other format.
     """
     if compute not in get_args(Compute):
         hint = (
@@ -173,12 +183,12 @@ def compute_context(
 
 
 def set_products(compute: str) -> Callable[[], None]:
-    """Turn tf32 matmuls and convolutions on a GPU on for "tf32" and off for all else; return a
-    function that restores the settings.
+    """Turn tf32 matmuls and convolutions on a GPU on for "tf32", and off for any other `compute`.
 
-    torch's older switches (`cudnn.allow_tf32`, `set_float32_matmul_precision`) are set too: where
-    they disagree with the newer ones, reading them raises, and `torch.backends.cudnn.flags()`, as
-    around the CTC loss of transformers, reads them.
+    Returns a function that restores the settings. torch's older switches (`cudnn.allow_tf32`,
+    `set_float32_matmul_precision`) are set too. If they disagreed with the newer switches, reading
+    them would raise an error; `torch.backends.cudnn.flags()` reads them, for example around the CTC
+    loss of transformers.
     """
     cuda: Any = torch.backends.cuda
     cudnn: Any = torch.backends.cudnn
@@ -206,8 +216,7 @@ def set_products(compute: str) -> Callable[[], None]:
 
 
 def _read(switch: Callable[[], Any]) -> Any:
-    """Return the value of one of torch's older switches; None if the newer ones disagree with
-    it."""
+    """Return the value of an older switch of torch; None if it disagrees with the newer ones."""
     try:
         return switch()
     except RuntimeError:

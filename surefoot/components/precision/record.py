@@ -1,5 +1,6 @@
-"""The dtype record: the dtypes in which each parameter is stored, computed, reduced and updated,
-and of each operator, observed in one step.
+"""Record of the dtypes of each parameter and each operator, observed in one step.
+
+For a parameter, these are the dtypes in which it is stored, computed, reduced and updated.
 
     record = DtypeRecord(model)
     with record:
@@ -7,9 +8,9 @@ and of each operator, observed in one step.
     record.see_update(optimizer.state.items())
     record.parameters, record.operators
 
-It uses `torch.utils._python_dispatch.TorchDispatchMode`, which runs below autocast and sees the
-real inputs of an operator. A cast or a view of a parameter counts as that parameter, which is
-identified by its storage.
+The record uses `torch.utils._python_dispatch.TorchDispatchMode`, which runs below autocast and sees
+the real inputs of an operator. A parameter is identified by its storage. A cast or a view of a
+parameter counts as that parameter.
 """
 
 from __future__ import annotations
@@ -100,11 +101,12 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backwar
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterDtypes:
-    """The dtypes of one parameter; None is a dtype that was not observed.
+    """Dtypes of one parameter; None means that a dtype was not observed.
 
-    `compute` is that of the parameter as operators received it, `gradient` that of autograd's
-    gradient, `reduce` the one in which gradients are summed, `master` that of the tensor that the
-    update changes, `state` that of the optimizer's state.
+    `storage` is the dtype of the parameter itself, and `compute` is its dtype as an input of
+    operators. `gradient` is the dtype of the gradient from autograd, and `reduce` is the dtype in
+    which gradients are summed. `master` is the dtype of the tensor that the optimizer updates, and
+    `state` is that of the optimizer state.
     """
 
     name: str
@@ -126,8 +128,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: The model.
         tf32: Report fp32 matmuls as tf32.
-        hooked: Observe gradients by hooks, which do not work with a step as one graph; without
-            them, `see_update` reads their dtypes.
+        hooked: Observe the dtypes of gradients by hooks. Hooks do not work if the step is compiled
+            as one graph; without hooks, `see_update` reads the dtypes.
     """
 
     def __init__(self, model: nn.Module, *, tf32: bool = False, hooked: bool = True) -> None:
@@ -194,7 +196,10 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _name_of(self, tensor: Tensor) -> str | None:
-        """Return the name of the parameter that `tensor` is, or is a cast or a view of."""
+        """Return the name of the parameter if `tensor` is a parameter, or a cast or view of one.
+
+        Returns None for any other tensor.
+        """
         key = _key(tensor)
         gathered = self._gathered.get(key)
         if gathered is not None and _key(gathered) != key:
@@ -218,8 +223,10 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return see
 
     def _make_gather_hook(self, place: str) -> Callable[[nn.Module, Any], None]:
-        """Return a hook that registers the gathered parameters of a sharded module while the module
-        computes."""
+        """Return a forward pre-hook that records the gathered parameters of a sharded module.
+
+        `place` is the name of the module.
+        """
         known: set[str] = set()
 
         def see(module: nn.Module, _: Any) -> None:
@@ -240,8 +247,15 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         states: Iterable[tuple[Tensor, Mapping[str, Any]]],
         master_of: Callable[[Tensor], Tensor] = lambda parameter: parameter,
     ) -> None:
-        """Read the dtypes of masters and optimizer state; must be called before the gradients are
-        cleared."""
+        """Record the dtypes that exist after the backward pass, and set `parameters`.
+
+        They are those of the gradients, the masters and the optimizer state. This function must be
+        called before the gradients are cleared, and ends the recording.
+
+        Args:
+            states: The tensors that the optimizer updates, with their optimizer state.
+            master_of: Function that returns the tensor that the optimizer updates for a parameter.
+        """
         self.leave()
         kept = {id(moved): state for moved, state in states}
         self.parameters = tuple(
@@ -250,7 +264,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def leave(self) -> None:
-        """Stop recording: remove the hooks, and free the tensors that were kept."""
+        """Stop recording: remove the hooks, and release the recorded tensors."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -284,16 +298,15 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def operators(self) -> dict[str, str]:
-        """The dtypes of each operator's inputs, by the name of the operator."""
+        """Dtypes of each operator's inputs, by the name of the operator."""
         return {name: ", ".join(found) for name, found in sorted(self._operators.items())}
 
 
 class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context that finds the first operator that turns finite inputs into an infinite 16-bit
-    output; `where` returns the running module.
+    """Context that finds the first operator with finite inputs and a non-finite 16-bit output.
 
-    A norm that overflows while squaring returns zeros and no error: only its operators show the
-    overflow.
+    `where` returns the name of the running module. An overflow may be visible only in the
+    operators: a norm whose squares overflow returns zeros, without an error.
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
@@ -333,10 +346,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDtypes]) -> None:
-    """Raise NumbersError for the first parameter whose observed dtype differs from `contract` (role
-    -> dtype).
+    """Raise NumbersError if the dtypes of a parameter are not those that `contract` requires.
 
-    A dtype that was not observed, as that of an optimizer without state, does not count.
+    `contract` maps roles, such as "gradient", to dtypes. A dtype that was not observed is not
+    checked, nor is a parameter that no optimizer updates.
     """
     for row in parameters:
         for role, wanted in contract.items():
@@ -353,8 +366,11 @@ def check_contract(contract: Mapping[Any, str], parameters: Iterable[ParameterDt
 
 
 def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
-    """Return one row for the parameters that agree in every role: their names, and their number of
-    elements."""
+    """Group the parameters whose dtypes are equal in every role.
+
+    Returns a dict for each group, with the names of its parameters, their total number of elements,
+    and their dtype in each role.
+    """
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for each in parameters:
         values = asdict(each)
@@ -368,8 +384,10 @@ def group(parameters: Iterable[ParameterDtypes]) -> list[dict[str, Any]]:
 
 
 def _key(tensor: Tensor) -> tuple[int, torch.dtype]:
-    """Return a key of a tensor by its storage and dtype; a tensor without an address, as an empty
-    or a nested one, is only equal to itself."""
+    """Return a key that is equal for tensors with the same storage and dtype.
+
+    The key of a tensor without an address, such as an empty or a nested tensor, is unique.
+    """
     try:
         return tensor.untyped_storage().data_ptr() or -id(tensor), tensor.dtype
     except RuntimeError:
@@ -389,8 +407,11 @@ def _is_narrow(tensor: Tensor | None) -> bool:
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors in `tree`; of a tensor subclass made of others, as an 8-bit one with its
-    scale, the first inner tensor."""
+    """Yield the tensors in nested lists and tuples.
+
+    For a tensor subclass that consists of several tensors, such as an 8-bit tensor with its scale,
+    the first inner tensor is yielded.
+    """
     if hasattr(type(tree), "__tensor_flatten__"):
         yield getattr(tree, tree.__tensor_flatten__()[0][0])
     elif isinstance(tree, Tensor):

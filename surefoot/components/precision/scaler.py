@@ -1,14 +1,15 @@
-"""Dynamic loss scaling for fp16, whose smallest number is 6e-8: without it, small gradients
-underflow to zero in the backward pass.
+"""Dynamic loss scaling for fp16.
 
-The loss is multiplied by a scale, and the update divides the gradients by it. Where a gradient
-overflows, the step is skipped and the scale halves; after `growth_interval` steps without overflow
-it doubles. P. Micikevicius et al., "Mixed precision training", 2018.
+The smallest positive fp16 number is 6e-8, so small gradients would underflow to zero in the
+backward pass. Therefore the loss is multiplied by a scale, and the update divides the gradients by
+it. If a gradient overflows, the step is skipped and the scale is halved. After `growth_interval`
+steps without overflow, the scale is doubled. P. Micikevicius et al., "Mixed precision training",
+2018.
 
     scaler = LossScaler()
-    (loss_sum * scaler.scale).backward()                            # every microbatch of the step
-    norm, applied = update.step_if_finite(1 / count / scaler.scale)  # unscales, checks, clips and
-        updates in one pass
+    (loss_sum * scaler.scale).backward()  # every microbatch of the step
+    # unscales, checks, clips and updates in one pass
+    norm, applied = update.step_if_finite(1 / count / scaler.scale)
     scaler.update(not applied)
 """
 
@@ -35,7 +36,7 @@ class LossScaler:
     Args:
         initial: First scale, a power of two.
         growth_interval: Number of consecutive steps without overflow after which the scale doubles.
-        floor: Minimum of the scale; if the scale falls below it, `is_exhausted` is true and a run
+        floor: Lowest useful scale. If the scale falls below it, `is_exhausted` is True, and the run
             should end.
         device: Device on which scale and step count are stored as tensors, so that the host does
             not wait for them; None stores them as numbers.
@@ -66,13 +67,16 @@ class LossScaler:
         return f"LossScaler(scale={float(self.scale):g}, clean_steps={int(self._clean_steps)})"
 
     def seed(self, gradient: Tensor) -> Tensor:
-        """Return the initial gradient of the backward pass, times the scale."""
+        """Return `gradient`, with which the backward pass starts, multiplied by the loss scale."""
         scale = self.scale
         return gradient * (scale.to(gradient.dtype) if isinstance(scale, Tensor) else scale)
 
     def update(self, overflowed: bool | Tensor) -> None:
-        """Adjust the scale after a step; `overflowed` means that its gradients were not finite and
-        it was skipped."""
+        """Adjust the loss scale after a step.
+
+        `overflowed` means that the gradients of the step were not finite, and that the step was
+        skipped.
+        """
         if isinstance(overflowed, Tensor) and self._device is not None:
             self._update_on_device(overflowed)
         elif overflowed:
@@ -83,8 +87,10 @@ class LossScaler:
             self._clean_steps = self._clean_steps + 1
 
     def _update_on_device(self, overflowed: Tensor) -> None:
-        """Adjust the scale on the device, without waiting; in new tensors, so that a report may
-        keep the scale of its step."""
+        """Adjust the loss scale on the device, without waiting for it.
+
+        The new scale is a new tensor, so that the report of a step can keep the scale of that step.
+        """
         scale, clean = (
             torch.as_tensor(self.scale),
             torch.where(overflowed, 0, self._clean_steps + 1),
@@ -97,16 +103,18 @@ class LossScaler:
 
     @property
     def is_exhausted(self) -> bool:
-        """True if the scale is below its floor: a smaller scale does not help gradients that
-        overflow at any scale."""
+        """True if the loss scale is below its floor.
+
+        The gradients then overflow with any scale, so that a smaller one does not help.
+        """
         return float(self.scale) < self.floor
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the number of steps without overflow, for a checkpoint."""
+        """Return the loss scale, and the number of steps without overflow since it last changed."""
         return {"scale": float(self.scale), "clean_steps": int(self._clean_steps)}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore a state that `state_dict` returned."""
+        """Restore the loss scale and the step count that `state_dict` returned."""
         self.scale, self._clean_steps = float(saved["scale"]), int(saved["clean_steps"])
         if self._device is not None:
             self.scale = torch.tensor(self.scale, device=self._device)

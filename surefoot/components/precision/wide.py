@@ -1,9 +1,8 @@
-"""Operators that stay fp32 under autocast on a CPU: softmax, norms and sums, as torch's autocast
-does on a GPU.
+"""Operators that compute in fp32 under autocast on a CPU, as they do on a GPU.
 
-torch keeps losses in fp32 on both devices, and these operators only on a GPU. They are registered
-with torch's dispatcher (`torch.library`) under the dispatch key of CPU autocast, so that nothing
-changes where autocast is off.
+They are softmax, norms and sums, for which torch's own autocast uses fp32 only on a GPU. The
+operators are registered with torch's dispatcher (`torch.library`) under the dispatch key of CPU
+autocast, so that nothing changes while autocast is off.
 """
 
 from __future__ import annotations
@@ -34,8 +33,10 @@ WIDE = (
 
 @functools.cache
 def register_fp32_autocast_on_cpu() -> torch.library.Library:
-    """Register the operators, once per process; the returned library keeps the registration
-    alive."""
+    """Make CPU autocast compute softmax, norms and sums in fp32, as GPU autocast does.
+
+    This happens once per process. The returned library keeps the registration alive.
+    """
     library = torch.library.Library("aten", "IMPL", "AutocastCPU")  # type: ignore[no-untyped-call]
     for name in WIDE:
         library.impl(name, _fp32_kernel(name))  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Profiling of training.
 
-Clocks measure the phases of a run, counters the FLOPs and bytes of its operators, and windows of
+Clocks measure the phases of a run. Counters count the FLOPs and bytes of its operators. Windows of
 torch.profiler record some of its steps.
 """
 

@@ -1,5 +1,4 @@
-"""Stability: non-finite steps, diverged runs, the gradient noise scale, and norms that do not mix
-samples."""
+"""Training stability: non-finite steps, divergence, the gradient noise scale, and BatchNorm."""
 
 from surefoot.core.old_homes import moved_to
 

@@ -1,5 +1,7 @@
-"""Non-finite check: counts skipped steps and losses that are far too high, and ends a run that
-cannot recover."""
+"""Check for skipped steps and losses that are far too high.
+
+The check ends a run that cannot recover.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,10 @@ MIN_REFERENCE = 1.0  # a first loss near zero is not a reference for later losse
 
 @dataclass(frozen=True)
 class GuardFault:
-    """A fault and the action that was taken."""
+    """Fault in a run, and the action that was taken.
+
+    The fault is recorded as an event. If `is_printed` is true, it is also printed.
+    """
 
     step: int
     fault: str
@@ -58,11 +63,14 @@ class Guard:
         self.num_skipped = self.num_empty = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the counters for a checkpoint; all reports must have been judged before."""
+        """Return the counters for a checkpoint.
+
+        Call `judge` before, so that the counters include all reports.
+        """
         return {name: getattr(self, name) for name in _REMEMBERED}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the counters from a checkpoint's `state`."""
+        """Restore the counters from `state`, as the method `state` returned it for a checkpoint."""
         for name in _REMEMBERED:
             # older checkpoints have fewer fields
             setattr(self, name, state.get(name, getattr(self, name)))
@@ -71,7 +79,7 @@ class Guard:
         self._unread.append(report)
 
     def judge(self, step: int) -> list[GuardFault]:
-        """Read the reports since the last call; return the faults."""
+        """Check the reports since the last call, and return the faults."""
         reports, self._unread = self._unread, []
         return [fault for report in reports if (fault := self._judge(report)) is not None]
 
@@ -128,8 +136,11 @@ class Guard:
         return GuardFault(report.step, "nonfinite", "the run ends", f"{detail}, {reason}")
 
     def _without_items(self, report: StepReport, empty: tuple[str, ...]) -> GuardFault:
-        """Report a step whose loss counted no item: such data is rare and no error, so these steps
-        never end a run."""
+        """Return the fault of a step whose loss counted 0 items.
+
+        Such data is rare but valid, so these steps never end a run. `empty` has the names of the
+        updates that were skipped.
+        """
         self.num_skipped += 1
         self.num_empty += 1
         many = self.num_empty
@@ -143,8 +154,10 @@ class Guard:
         )
 
     def _record_overflow(self, report: StepReport) -> GuardFault:
-        """Report a step whose fp16 gradients overflowed; it ends the run only once the loss scale
-        is below its minimum."""
+        """Return the fault of a step whose fp16 gradients overflowed.
+
+        The run ends only if the loss scale is now below its minimum.
+        """
         self.num_skipped += 1
         scale = report.loss_scale or 0.0
         detail = f"gradients overflowed fp16 at a loss scale of {2 * scale:g}"
@@ -217,7 +230,7 @@ class Guard:
         )
 
     def raise_if_over(self, step: int) -> None:
-        """Raise NumbersError when the run cannot recover."""
+        """Raise NumbersError if the run cannot recover."""
         if self._ending is not None:
             raise self._ending
 

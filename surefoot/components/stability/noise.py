@@ -1,9 +1,10 @@
-"""The gradient noise scale: the batch size above which more samples per step help little.
+"""Gradient noise scale: the batch size above which more samples per step help little.
 
 S. McCandlish et al., "An Empirical Model of Large-Batch Training", 2018,
-https://arxiv.org/abs/1812.06162, appendix A. The gradient of a batch of B samples is the true
-gradient G plus noise of variance S / B. So the mean squared norms of the gradients of two batch
-sizes, b < B, give both: |G_b|^2 = |G|^2 + S / b. The simple noise scale is S / |G|^2, in samples.
+https://arxiv.org/abs/1812.06162, appendix A. The gradient of a batch of b samples is the true
+gradient G plus noise of variance S / b. Its mean squared norm is therefore |G_b|^2 = |G|^2 + S / b.
+From the norms for two batch sizes, |G|^2 and S follow. The simple noise scale is S / |G|^2, in
+samples.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ LEAST, MOST = 8, 200  # least and most steps of an estimate: older steps had oth
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """An estimate over the last `num_steps`: the noise scale in samples, and the ends of its 95 %
-    confidence interval.
+    """Estimate of the gradient noise scale, in samples, from the last `num_steps` steps.
 
-    `scale` and `high` are None if the gradient cannot be distinguished from its noise: the scale
-    is then at least `low`.
+    `low` and `high` are the ends of its 95 % confidence interval. If the gradient cannot be
+    distinguished from its noise, `scale` and `high` are None, and the scale is at least `low`.
     """
 
     scale: float | None
@@ -34,10 +34,10 @@ class Noise:
     num_steps: int
 
     def advise(self, batch: int) -> str:
-        """Return advice on the batch size `batch`.
+        """Return advice about the batch size `batch`.
 
-        In the paper's model, a run takes S = S_min (1 + scale / B) steps and E = E_min (1 + B /
-        scale) samples.
+        In the model of McCandlish et al. (2018), a run with batch size B takes S = S_min (1 + scale
+        / B) steps and E = E_min (1 + B / scale) samples.
         """
         if self.scale is None or self.high is None:
             return (
@@ -62,10 +62,10 @@ class Noise:
 
 
 class GradientNoise:
-    """Collector of squared gradient norms, of a part of each batch and of the whole batch.
+    """Collector of squared gradient norms: of a part of each batch, and of the whole batch.
 
     Args:
-        most: Number of newest steps in the estimate.
+        most: Number of steps in the estimate; only the newest are used.
     """
 
     def __init__(self, most: int = MOST) -> None:
@@ -76,7 +76,7 @@ class GradientNoise:
     def add(
         self, part_square: float | Tensor, whole_square: float | Tensor, part: int, whole: int
     ) -> None:
-        """Add one step; the host does not wait for the device.
+        """Add the squared gradient norms of one step; the host does not wait for the device.
 
         Args:
             part_square: Squared norm of the mean gradient over `part` samples of the step.
@@ -87,8 +87,10 @@ class GradientNoise:
         self._unread.append((part_square, whole_square, part, whole))
 
     def _read(self) -> None:
-        """Turn the collected norms into estimates of |G|^2 and S; a step with non-finite norms is
-        left out."""
+        """Convert the collected norms into estimates of |G|^2 and S.
+
+        Steps with non-finite norms are left out.
+        """
         while self._unread:
             one, other, part, whole = self._unread.popleft()
             part_square, whole_square = float(one), float(other)
@@ -97,9 +99,10 @@ class GradientNoise:
                 self._pairs.append((signal, (part_square - whole_square) / (1 / part - 1 / whole)))
 
     def estimate(self) -> Noise | None:
-        """Return the noise scale: the ratio of the mean estimates, with a bootstrap interval.
+        """Return the estimated noise scale, with a confidence interval.
 
-        The interval is taken over the steps. None with fewer than eight steps, and if all gradients
+        The scale is the ratio of the mean estimates over the steps, and the interval is a bootstrap
+        interval over the steps. Return None if there are fewer than eight steps, or all gradients
         are 0.
         """
         self._read()

@@ -1,5 +1,4 @@
-"""BatchNorm, whose statistics mix the samples of a microbatch, and its replacement by norms of
-single samples."""
+"""Replacement of BatchNorm, which mixes the samples of a microbatch, by norms of single samples."""
 
 from __future__ import annotations
 
@@ -16,18 +15,20 @@ _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
 def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Return every BatchNorm of `model` by name, SyncBatchNorm included; one with two names is
-    listed under the first."""
+    """Return every BatchNorm and SyncBatchNorm of `model`, by name.
+
+    A module with two names is listed under the first of them.
+    """
     return {
         name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS)
     }
 
 
 def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[str]:
-    """Replace every BatchNorm of a model by a GroupNorm with its weight and bias.
+    """Replace every BatchNorm of a model with a GroupNorm that has the same weight and bias.
 
     Each sample is then normalized separately, in training and in evaluation, so the result does not
-    depend on how a batch is split. Running statistics are dropped. Call the function before the
+    depend on how a batch is split. Running statistics are discarded. Call the function before the
     optimizer is created.
 
     Args:
@@ -87,8 +88,10 @@ def _norm_for(norm: nn.Module, to: Literal["group", "layer"]) -> nn.GroupNorm:
 
 
 def find_groups(channels: int) -> int:
-    """Return the number of groups of a GroupNorm: the most that divide the channels, at most 32,
-    with at least 8 channels each; else 1.
+    """Return the number of groups for a GroupNorm of `channels` channels.
+
+    It is the largest number of groups, at most 32, that divides the channels and leaves at least 8
+    of them in each group. If there is none, it is 1.
 
     >>> find_groups(256), find_groups(64), find_groups(12), find_groups(7)
     (32, 8, 1, 1)

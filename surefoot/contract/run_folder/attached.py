@@ -1,6 +1,7 @@
-"""Folders without a spec.toml: of a loop with `surefoot.attach`, of a run that lost it, of weights.
+"""Errors for folders that have no spec.toml, but a log or checkpoints.
 
-Such a folder holds a log or checkpoints, so it is told what it is and what its user can do with it.
+Such a folder is that of a loop with `surefoot.attach`, that of a run that lost its spec, or one
+that holds only weights. The error says which of these it is, and what the user can do with it.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ WORDS = "is the folder of a training loop with surefoot.attach"
 
 
 def no_spec(run: Path, name: str) -> RunFolderError:
-    """Return the error for a folder that lacks its spec, the file `name`, or does not exist."""
+    """Return the error for a folder that does not exist or lacks its spec, the file `name`."""
     found = explain(run, name)
     return files.no_run(run, name) if found is None else RunFolderError(found[0], hint=found[1])
 
 
 def explain(run: Path, name: str) -> tuple[str, str] | None:
-    """Return what a folder without the spec `name` is, and a hint; None if it is no run at all."""
+    """Return a description of a folder without the spec `name`, and a hint.
+
+    None if the folder has neither a readable log nor checkpoints.
+    """
     if not run.is_dir():
         return None
     steps, started = manifest.steps(run), _find_start(run)
@@ -61,7 +65,7 @@ def load_call(run: Path) -> str:
 
 
 def _find_start(run: Path) -> Started | None:
-    """Return the newest 'started' record of a log; None for a folder without a readable one."""
+    """Return the newest Started event of a log; None for a folder without a readable one."""
     starts: list[Started] = []
     with contextlib.suppress(RunFolderError):
         every = events.read(run, Started, damaged=[])
@@ -70,7 +74,7 @@ def _find_start(run: Path) -> Started | None:
 
 
 def _find_spec_id(run: Path, steps: list[int]) -> str | None:
-    """Return the spec id in the newest manifest that can be read, or None."""
+    """Return the spec id in the newest readable manifest; None if there is none."""
     for step in reversed(steps):
         with contextlib.suppress(RunFolderError):
             return manifest.read(manifest.step_folder(run, step)).spec_id

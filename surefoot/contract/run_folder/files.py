@@ -1,8 +1,9 @@
-"""Open files below a folder without following links; every file of a run folder is accessed so.
+"""Open files below a folder without following symbolic links.
 
-A run folder may come from an untrusted source, and a link in it would make surefoot read or
-overwrite another file of the user. The run folder itself may be behind links (`runs/latest`, a
-folder on another disk), which the user made. New files get their mode from the umask.
+Every file of a run folder is opened by this module. A run folder may come from an untrusted source,
+and a link in it would make surefoot read or overwrite other files of the user. The path of the run
+folder itself may contain links (`runs/latest`, a folder on another disk), because the user made
+them. New files get their mode from the umask.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ STATUS_FILE = Path("/proc/self/status")
 
 
 def no_run(folder: Path, name: str) -> RunFolderError:
-    """Return the error for a folder that is no run: it lacks its file `name`, or does not exist.
+    """Return the error for a folder that is not a run: it lacks the file `name`, or does not exist.
 
-    The hint names runs beside it with almost its name, the last of several first.
+    For a folder that does not exist, the hint suggests runs with similar names in the same parent
+    folder.
     """
     if os.path.lexists(folder):
         words = "it is a file" if folder.is_file() else f"it holds no {name}"
@@ -54,7 +56,7 @@ def no_run(folder: Path, name: str) -> RunFolderError:
 def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
     """Return a descriptor of the regular file `name` below `folder`, such as `profile/facts.json`.
 
-    Raises OSError: ELOOP where the file or a folder between it and `folder` is a symbolic link,
+    Raises OSError: ELOOP if the file, or a folder between it and `folder`, is a symbolic link,
     EINVAL for a pipe, a folder or a device.
     """
     path = folder / name
@@ -71,7 +73,7 @@ def open_descriptor(folder: Path, name: str, flags: int = os.O_RDONLY) -> int:
 
 
 def _open(folder: Path, name: str, flags: int) -> int:
-    """Open folder after folder, so that none can be replaced by a link after it was checked."""
+    """Open the folders in `name` one by one, so that none can become a link after its check."""
     if not HAS_FOLDER_DESCRIPTORS:  # pragma: no cover - not on Linux
         check_no_link(folder, name)
         return os.open(folder / name, flags, 0o666)
@@ -90,7 +92,7 @@ def _open(folder: Path, name: str, flags: int) -> int:
 
 
 def check_no_link(folder: Path, name: str) -> None:
-    """Raise OSError (ELOOP) where `name` in `folder`, or a folder between, is a symbolic link."""
+    """Raise OSError (ELOOP) if `name` below `folder`, or a folder between, is a symbolic link."""
     path = folder
     for part in Path(name).parts:
         path /= part
@@ -99,7 +101,7 @@ def check_no_link(folder: Path, name: str) -> None:
 
 
 def is_regular(folder: Path, name: str) -> bool:
-    """Return whether a regular file of that name exists that `open_descriptor` would open."""
+    """Return whether `name` below `folder` is a regular file without symbolic links in its path."""
     try:
         check_no_link(folder, name)
         return stat.S_ISREG((folder / name).stat().st_mode)
@@ -122,7 +124,7 @@ def cut_torn_line(descriptor: int) -> None:
 
 
 def append_whole(descriptor: int, data: bytes) -> None:
-    """Write `data` at the end of a log, all of it or nothing. Raises OSError."""
+    """Append `data` to a log: all of it, or nothing if an error occurs. Raises OSError."""
     written = 0
     try:
         # after a partial write the next one raises the reason: a full disk, or a limit
@@ -161,7 +163,10 @@ def read_text(folder: Path, name: str) -> str:
 
 
 def open_new(folder: Path, name: str) -> BinaryIO:
-    """Open a new file for writing, after removing a file or link of that name. Raises OSError."""
+    """Open a new file for reading and writing. Raises OSError.
+
+    An existing file or link of that name is removed first.
+    """
     check_no_link(folder, str(Path(name).parent))
     with contextlib.suppress(FileNotFoundError):
         (folder / name).unlink()
@@ -169,9 +174,11 @@ def open_new(folder: Path, name: str) -> BinaryIO:
 
 
 def write_whole(folder: Path, name: str, content: bytes, *, sync: bool = False) -> None:
-    """Write a draft file and rename it: readers see the old content or the new.
+    """Replace the content of a file at once: write a draft file and rename it.
 
-    A link of that name is replaced. Raises OSError; the file is then unchanged.
+    Readers see the old content or the new one, never a part. A link of that name is replaced. With
+    `sync` the content is on disk before the file is renamed. Raises OSError; the file is then
+    unchanged.
     """
     draft = draft_of(name)
     try:
@@ -189,7 +196,7 @@ def write_whole(folder: Path, name: str, content: bytes, *, sync: bool = False) 
 
 
 def draft_of(name: str) -> str:
-    """Return the name of a file while it is written: `.spec.toml.draft` for `spec.toml`."""
+    """Return the name of the draft of a file: `.spec.toml.draft` for `spec.toml`."""
     path = Path(name)
     return str(path.with_name(f".{path.name[:200]}.draft"))
 
@@ -197,7 +204,7 @@ def draft_of(name: str) -> str:
 def make_folder(folder: Path, name: str) -> Path:
     """Make the folder `name` below `folder` if it is missing, and return its path.
 
-    Raises OSError, also for a link.
+    Raises OSError, for example if the path contains a symbolic link.
     """
     check_no_link(folder, name)
     (folder / name).mkdir(parents=True, exist_ok=True)
@@ -205,17 +212,17 @@ def make_folder(folder: Path, name: str) -> Path:
 
 
 def apply_umask(path: Path) -> None:
-    """Give a file that a library made private to its user the mode of a new file.
+    """Give a file the mode that the umask gives to new files. Raises OSError.
 
-    Raises OSError.
+    This is for files that a library made readable by their user only.
     """
     path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:
-    """Return the umask, from /proc where possible.
+    """Return the umask, from /proc if possible.
 
-    Reading it with `os.umask` changes it for a moment, even for other threads.
+    `os.umask` can only read the umask by changing it for a moment, which affects other threads too.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int(STATUS_FILE.read_text().partition("\nUmask:")[2].split()[0], 8)
@@ -225,8 +232,8 @@ def _umask() -> int:
 
 
 def _refusal(number: int, reason: str, path: Path) -> OSError:
-    """Return the OSError for a link, a pipe, a folder or a device in place of a file.
+    """Return the OSError for a path that is a link, a pipe, a folder or a device instead of a file.
 
-    Callers handle it like an error of the system.
+    Callers handle it like an error of the operating system.
     """
     return OSError(number, reason, str(path))

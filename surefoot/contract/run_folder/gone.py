@@ -1,4 +1,4 @@
-"""Checkpoints that the log of a run names and its folder lacks: deleted by retention, or lost."""
+"""Find checkpoints that the log of a run names but its folder lacks: deleted or lost ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from surefoot.contract.spec import CheckpointTable
 
 @dataclass(frozen=True)
 class Gone:
-    """A checkpoint that the log names and the folder lacks.
+    """Checkpoint that the log of a run names but its folder lacks.
 
-    `is_lost` is False if surefoot deleted it, or may have deleted it.
+    `is_lost` is False if surefoot deleted the checkpoint, or may have deleted it. `why` is the
+    reason in words.
     """
 
     step: int
@@ -27,10 +28,10 @@ class Gone:
 
 
 def find_gone(run: Path, records: Sequence[Event] | None = None) -> list[Gone]:
-    """Return the checkpoints that the log of `run` names and its folder lacks, by step.
+    """Return the checkpoints that the log of `run` names but its folder lacks, in order of steps.
 
-    `records` are the records of the log if they were read already. Raises RunFolderError for a
-    folder that is not a run.
+    `records` are the records of the log if they were read before; None reads them. Raises
+    RunFolderError for a folder that is not a run.
     """
     if records is None:
         records = list(events.read(run, Started, Committed, damaged=[]))
@@ -45,7 +46,10 @@ def find_gone(run: Path, records: Sequence[Event] | None = None) -> list[Gone]:
 
 
 def find_named(records: Sequence[Event]) -> dict[int, int]:
-    """Return the generation that wrote each checkpoint named in `records`, by ascending step."""
+    """Return the step of each checkpoint in `records` and its generation, in ascending order.
+
+    The generation is the number of the attempt that wrote the checkpoint.
+    """
     named = {
         event.step: event.generation
         for event in events.newest(
@@ -57,7 +61,7 @@ def find_named(records: Sequence[Event]) -> dict[int, int]:
 
 
 def describe_lost(gone: Sequence[Gone], after: int) -> str:
-    """Return a sentence on the lost checkpoints newer than step `after`; "" for none."""
+    """Return a sentence about the lost checkpoints newer than step `after`; "" if none is lost."""
     lost = [each for each in gone if each.is_lost and each.step > after]
     if not lost:
         return ""
@@ -71,10 +75,11 @@ def describe_lost(gone: Sequence[Gone], after: int) -> str:
 def _explain_missing(
     run: Path, step: int, generation: int, removed: Sequence[Removal], *, is_kept: bool
 ) -> Gone:
-    """Return why one checkpoint is missing.
+    """Return whether a missing checkpoint is lost, and why it is missing.
 
-    Without a record of its removal it is lost if it existed when the first removal of the run was
-    recorded, if it was written later, or if retention keeps it.
+    A checkpoint whose deletion is recorded in `removed` is not lost. One that was set aside because
+    it was damaged is lost. Any other is lost in three cases: it existed when the run first recorded
+    a deletion, it was written later, or it is one that retention keeps (`is_kept`).
     """
     if any(
         each.step == step and (each.generation is None or each.generation >= generation)
@@ -101,7 +106,7 @@ def _explain_missing(
 
 
 def _min_num_kept(records: Sequence[Event]) -> int:
-    """Return how many of the newest checkpoints no retention of this run deletes, by its specs."""
+    """Return how many of the newest checkpoints every attempt of this run keeps, by its specs."""
     specs = [event.spec for event in records if isinstance(event, Started)]
     return min((_keep_of(spec.get("checkpoint")) for spec in specs), default=MIN_CHECKPOINTS)
 

@@ -1,8 +1,8 @@
-"""Signs of a cut-off log: checkpoints, the ledger or a later attempt go past its records.
+"""Detect a log that lacks its last records, by checkpoints, ledger rows or attempts of later steps.
 
-A step is recorded, and the log synced, before its checkpoint becomes visible; between two records
-the ledger is ahead of the log by `observe.every` steps at most. So the log of an intact folder
-reaches each checkpoint, also after a kill or a power failure.
+Before a checkpoint becomes visible, its step is recorded and the log is synced. The ledger is ahead
+of the log by at most `observe.every` steps. So in an intact folder the log covers each checkpoint,
+even after a kill or a power failure.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ MAX_SHOWN = 8
 
 
 def find_last_step(records: Iterable[Event]) -> int:
-    """Return the last step that `records` know; an attempt knows the step that it starts after."""
+    """Return the last step that `records` cover; 0 if there is none."""
     return max(map(last_step_of, records), default=0)
 
 
 def last_step_of(event: Event) -> int:
-    """Return the last step that an event knows, 0 for an event without one."""
+    """Return the last step that is complete according to an event; 0 for an event without a step.
+
+    For the start of an attempt it is the step before its first one.
+    """
     return event.first_step - 1 if isinstance(event, Started) else getattr(event, "step", 0)
 
 
 def find_attempt_gaps(records: Sequence[Event]) -> list[str]:
-    """Return a message for each attempt that starts after steps that no record before it knows.
+    """Return a message for each attempt that starts after steps that no earlier record covers.
 
-    The first attempt of a log may be a fork, and an attempt may start from the store.
+    Two kinds of attempts are not checked: the first one, which may be a fork, and those with
+    checkpoint.store, which may start from a checkpoint of that store.
     """
     last, found = 0, list[str]()
     for number, event in enumerate(records):
@@ -57,8 +61,8 @@ def find_unlogged_checkpoints(
     Args:
         run: The run folder.
         steps: Steps of its checkpoints, listed before the log was read.
-        starts: The starts in the log.
-        last: The last step that the log knows.
+        starts: The Started events of the log.
+        last: The last step that the log covers.
     """
     if not starts or _has_store(starts[-1]):
         return []
@@ -76,7 +80,7 @@ def find_unlogged_checkpoints(
 
 
 def _is_of_run(run: Path, step: int, spec_ids: set[str]) -> bool:
-    """Return whether a run or loop of one of these specs saved the checkpoint with its state."""
+    """Return whether the checkpoint of `step` has the full state, and a spec id in `spec_ids`."""
     with contextlib.suppress(RunFolderError):
         found = manifest.read(manifest.step_folder(run, step))
         return found.is_whole_state and found.spec_id in spec_ids
@@ -84,7 +88,11 @@ def _is_of_run(run: Path, step: int, spec_ids: set[str]) -> bool:
 
 
 def find_unlogged_rows(last_row: int, starts: Sequence[Started], last: int) -> list[str]:
-    """Return a message if the ledger is ahead of the log by more steps than one record covers."""
+    """Return a message if the ledger is ahead of the log by more steps than one record covers.
+
+    `last_row` is the last step of the ledger, `starts` are the Started events of the log, and
+    `last` is the last step that the log covers.
+    """
     intervals = [_record_interval(event) for event in starts]
     known = [each for each in intervals if each is not None]
     if not known or len(known) < len(intervals) or last_row - last <= max(known):
@@ -98,7 +106,7 @@ def find_unlogged_rows(last_row: int, starts: Sequence[Started], last: int) -> l
 
 
 def _record_interval(started: Started) -> int | None:
-    """Return the steps that one Step record summarizes; None if the spec does not give steps."""
+    """Return how many steps one Step record covers; None if the spec does not give it in steps."""
     with contextlib.suppress(ValidationError, SurefootError):
         every = Duration.parse(RunSpec.of_record(dict(started.spec)).observe.every)
         return int(every.value) if every.unit == "steps" else None

@@ -1,8 +1,8 @@
 """`removed.jsonl`: the checkpoints that surefoot deleted, to distinguish them from lost ones.
 
-A line is `{"step": 20, "generation": 1, "others": [40, 60]}`: the checkpoint, the attempt that
-wrote it, and the other checkpoints of the folder. It reaches the disk before the checkpoint is
-deleted.
+A line such as `{"step": 20, "generation": 1, "others": [40, 60]}` holds the step of the deleted
+checkpoint, the number of the attempt that wrote it, and the steps of the other checkpoints in the
+folder. It reaches the disk before the checkpoint is deleted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ FILE = "removed.jsonl"
 
 
 class Removal(NamedTuple):
-    """A checkpoint that surefoot deleted.
+    """Checkpoint that surefoot deleted.
 
-    `generation` is the attempt that wrote it, None if its manifest could not be read.
+    `generation` is the number of the attempt that wrote it, None if its manifest could not be read.
+    `others` are the steps of the other checkpoints in the folder.
     """
 
     step: int
@@ -34,9 +35,9 @@ class Removal(NamedTuple):
 
 
 def record(run: Path, steps: Sequence[int]) -> bool:
-    """Record that the checkpoints of `steps` are deleted; return False if the write fails.
+    """Record that the checkpoints of `steps` are deleted; return False if writing the record fails.
 
-    A folder without a log gets no record.
+    Nothing is recorded in a folder without a log.
     """
     if not steps or not (run / events.FILE).is_file():
         return True
@@ -59,7 +60,7 @@ def record(run: Path, steps: Sequence[int]) -> bool:
 
 
 def read(run: Path) -> list[Removal]:
-    """Return the removals that `run` recorded, in the order written.
+    """Return the removals that the folder `run` records, in the order written.
 
     Lines that cannot be read are left out.
     """

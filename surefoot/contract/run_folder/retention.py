@@ -1,8 +1,8 @@
 """Checkpoint retention: keep the newest, every nth step or hour, and the best by score.
 
-Files with other names are never touched. On a full disk one verified checkpoint is enough: the
-others, except those that the spec keeps permanently or as the best, are deleted to make space for a
-new one.
+Only checkpoints are deleted, no other files. On a full disk more of them may be deleted, to make
+space for a new one. Then one verified checkpoint is kept, as well as the best ones and those that
+the spec keeps permanently.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def choose(
     keep_best: int,
     milestones: Sequence[int] = (),
 ) -> list[int]:
-    """Return those of the ascending `steps` to delete.
+    """Return the steps to delete; `steps` are those of all checkpoints, in ascending order.
 
-    Kept are the newest `keep` (at least two), the best `keep_best`, multiples of `every`, and
-    milestones.
+    The other steps are kept: the newest `keep` (at least two), the first `keep_best` of `ranked`,
+    which has the best first, the multiples of `every`, and `milestones`.
 
     >>> choose([8, 9, 10, 11, 12], keep=3, every=None, ranked=[9, 12], keep_best=1)
     [8]
@@ -47,9 +47,9 @@ def choose(
 
 
 def find_milestones(times_s: Mapping[int, float], every_s: float) -> list[int]:
-    """Return the first step at or after each multiple of `every_s`.
+    """Return the first step at or after each multiple of `every_s` seconds of training.
 
-    `times_s` is the training time of each step in seconds, ascending.
+    `times_s` maps each step to the training time up to it, in seconds; both are in ascending order.
 
     >>> find_milestones({10: 30.0, 20: 61.0, 30: 95.0, 40: 118.0, 50: 121.0}, 60.0)
     [20, 50]
@@ -61,7 +61,7 @@ def find_milestones(times_s: Mapping[int, float], every_s: float) -> list[int]:
 
 
 def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of training, over all attempts, up to each of `steps`.
+    """Return the seconds of training up to each of `steps`, summed over all attempts.
 
     A step whose time cannot be read is left out.
     """
@@ -78,10 +78,10 @@ def read_times(run: Path, steps: Sequence[int]) -> dict[int, float]:
 def find_over_budget(
     run: Path, steps: Sequence[int], protected: Sequence[int], budget_bytes: int
 ) -> list[int]:
-    """Return the oldest of `steps` to delete so that the remaining ones fit the budget.
+    """Return the steps to delete, oldest first, so that the other checkpoints fit the budget.
 
-    The newest two and the protected steps are always kept. A file that several checkpoints link
-    counts once.
+    The newest two and the `protected` steps are always kept. A file that is hard-linked from
+    several checkpoints counts once.
     """
     doomed: list[int] = []
     left = list(steps)
@@ -113,7 +113,10 @@ def find_doomed(
     keep_best: int = 1,
     budget_bytes: int | None = None,
 ) -> list[int]:
-    """Return the steps of the checkpoints to delete, oldest first; nothing is deleted."""
+    """Return the steps of the checkpoints that `retain` would delete, in ascending order.
+
+    The parameters are those of `retain`. Nothing is deleted.
+    """
     steps = manifests.steps(run)
     ranked = commits.rank(run, steps)
     milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
@@ -141,14 +144,14 @@ def retain(
 
     Args:
         run: The run folder.
-        keep: Number of newest checkpoints to keep; at least two are kept, because one of them may
-            turn out damaged.
+        keep: Number of newest checkpoints to keep; at least two are kept, because one of them
+            may turn out to be damaged.
         every: Keep the checkpoints of steps that are multiples of this; None for none.
         every_s: Keep the first checkpoint after each multiple of this many seconds of training;
             None for none.
         keep_best: Number of checkpoints with the best scores to keep.
-        budget_bytes: Maximum size of all checkpoints together; the oldest are deleted until the
-            others fit, but never the newest two and the best. None for no limit.
+        budget_bytes: Maximum size of all checkpoints together; the oldest, except the newest
+            two and the best, are deleted until the others fit. None for no limit.
 
     Returns:
         The steps of the deleted checkpoints.
@@ -188,10 +191,11 @@ def find_in_the_way(
     every_s: float | None = None,
     keep_best: int = 1,
 ) -> list[int]:
-    """Return the oldest checkpoints whose deletion frees space for one of `need_bytes`.
+    """Return the steps to delete, oldest first, to make space for a checkpoint of `need_bytes`.
 
-    Empty if that is not possible. The best `keep_best`, multiples of `every` and milestones are
-    kept; of the others all may be deleted, newest last, as long as one checkpoint is left.
+    The result is empty if enough space cannot be made. The best `keep_best`, multiples of `every`,
+    and the first checkpoint after each `every_s` seconds of training are kept. All others may be
+    deleted, as long as one checkpoint remains.
     """
     steps = manifests.steps(run)
     milestones = [] if every_s is None else find_milestones(read_times(run, steps), every_s)
@@ -210,10 +214,10 @@ def find_in_the_way(
 def make_room(
     run: str | Path, *, every: int | None = None, every_s: float | None = None, keep_best: int = 1
 ) -> list[int]:
-    """Delete checkpoints to free space for a new one on a full disk; return their steps.
+    """Delete checkpoints to make space for a new one on a full disk; return their steps.
 
-    One checkpoint that is kept is verified first. The new checkpoint is assumed to be as large as
-    the newest. Nothing is deleted where that would not free enough space.
+    The new checkpoint is assumed to be as large as the newest one. Nothing is deleted if that would
+    not make enough space, or if the newest remaining checkpoint is damaged.
     """
     run = Path(run)
     try:

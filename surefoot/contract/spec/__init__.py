@@ -1,4 +1,4 @@
-"""The specification of a run as one value, a table per subject."""
+"""The specification of a run as one value, with a table for each subject."""
 
 from surefoot.contract.spec.execution import CompileTable, NcclTable, PrecisionTable
 from surefoot.contract.spec.run_spec import (

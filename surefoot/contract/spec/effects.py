@@ -1,7 +1,7 @@
 """Keys of a spec that have an effect only with certain values of other keys, as one table.
 
-A key that has its default value is never refused. The keys of [schedule] that only some curves use
-are in `core/schedule/settings`.
+A key with its default value is never refused. The keys of [schedule] that only some curves use are
+in `core/schedule/settings`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Read = Callable[[str], Any]  # returns the value of a key such as optim.name, gi
 
 @dataclass(frozen=True)
 class When:
-    """A condition: the key `key` has one of `values`, or, with `is_not`, none of them."""
+    """Condition that the key `key` has one of `values`, or, if `is_not` is True, none of them."""
 
     key: str
     values: tuple[Any, ...]
@@ -27,7 +27,7 @@ class When:
 
     @property
     def way(self) -> str:
-        """Advice on which value to set, so that the condition holds."""
+        """Advice on which value to set so that the condition is met."""
         if not self.is_not:
             *first, last = map(json.dumps, self.values)
             return f"set {self.key} to {', '.join(first)}{' or ' * bool(first)}{last}"
@@ -40,7 +40,10 @@ class When:
 
 @dataclass(frozen=True)
 class Need:
-    """A requirement: each of `keys` has an effect only where one of `any_of` holds."""
+    """Requirement: each of `keys` has an effect only if at least one condition of `any_of` is met.
+
+    `why` is the reason in words; "" for none.
+    """
 
     keys: tuple[str, ...]
     any_of: tuple[When, ...]
@@ -130,9 +133,13 @@ NEEDS: tuple[Need, ...] = (
 
 
 def find_idle(read: Read, default: Read, decided: Collection[str] = ()) -> dict[str, Need]:
-    """Return the keys with a non-default value and no effect, each with its requirement.
+    """Return the keys with a non-default value but no effect, each with its unmet requirement.
 
-    `decided` are keys that a command sets.
+    Args:
+        read: Returns the value of a key in the spec.
+        default: Returns the default value of a key.
+        decided: Keys that the command sets itself; requirements on their values are not
+            checked.
     """
     found: dict[str, Need] = {}
     for need in NEEDS:
@@ -143,7 +150,7 @@ def find_idle(read: Read, default: Read, decided: Collection[str] = ()) -> dict[
 
 
 def describe(key: str, need: Need, read: Read, default: Read) -> tuple[str, str]:
-    """Return the error message for a key without effect, and its hint."""
+    """Return the error message and the hint for a key that has no effect."""
     because = " and ".join(dict.fromkeys(_state(each.key, read, default) for each in need.any_of))
     why = f" ({need.why})" if need.why else ""
     ways = ", or ".join(each.way for each in need.any_of)

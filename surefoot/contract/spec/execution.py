@@ -137,7 +137,7 @@ class MemoryTable(SpecTable):
 
 
 def _suggest_alternative(given: Any) -> Any:
-    """Raise ValueError for names of tools that do not speed up training, with the alternative."""
+    """Raise ValueError, with an alternative, for a tool that does not speed up training."""
     name = str(given).lower()
     if name in ("torchscript", "jit"):
         raise ValueError(

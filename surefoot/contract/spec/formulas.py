@@ -1,9 +1,9 @@
-"""The formulas of a run as Python statements, so that a plain PyTorch loop can be checked.
+"""The formulas of a run as Python statements, with which a plain PyTorch loop can be compared.
 
-Names are keys of the spec, and: `w` a weight, `g` its gradient, `gradients` those of all weights,
-`t` the number of this update from 1, `n` the number of updates before it, `step` the number of
-updates since the end of the warm-up (0 during it), `length` the number of steps that the curve
-covers. `m`, `s` and `v` start as 0, `average` as the weight.
+Names are keys of the spec, and the following. `w` is a weight, `g` its gradient, and `gradients`
+those of all weights. `t` is the number of this update from 1, and `n` the number of updates before
+it. `step` is the number of updates since the end of the warm-up, and 0 during it. `length` is the
+number of steps that the curve covers. `m`, `s` and `v` start at 0, `average` at the weight.
 """
 
 from __future__ import annotations
@@ -46,7 +46,10 @@ WARMUP = "lr = lr * min(1, t / warmup)"
 
 @dataclass(frozen=True)
 class Formula:
-    """A formula as statements, and the key that selects it."""
+    """Formula as Python statements, and the spec key that selects it.
+
+    `holds` returns whether the formula applies to a spec.
+    """
 
     key: str
     applies: str  # the value of the key that selects it
@@ -136,8 +139,9 @@ FORMULAS: tuple[Formula, ...] = (
 
 
 def find(spec: RunSpec) -> list[Formula]:
-    """Return the formulas of a run, in the order of a step.
+    """Return the formulas that apply to a spec, in the order in which a step uses them.
 
-    A task's optimizer and schedule replace those of the spec.
+    If the task of a run defines its own optimizer or schedule, the run does not use the formulas of
+    the spec for it.
     """
     return [each for each in FORMULAS if each.holds(spec)]

@@ -1,6 +1,6 @@
-"""Keys of a spec that had another name in the previous release, which is read for one release more.
+"""Renamed keys of a spec; their old names are read until the next release.
 
-A spec's id is computed with the previous names, so that a run keeps its id.
+The id of a spec is computed with the old names, so that the id of a run does not change.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ PREVIOUS: Mapping[str, str] = {new: old for old, new in RENAMED.items()}
 
 
 def with_new_names(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the tables with the current name of each key, and the previous names that were given.
+    """Return tables in which each key has its current name, and a list of the old names found.
 
-    Raises SpecError for a key that is given by both names.
+    Raises SpecError if a key is given by both names.
     """
     made, found = dict(tables), []
     for old, new in RENAMED.items():
@@ -48,7 +48,7 @@ def with_new_names(tables: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def with_previous_names(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tables with the name that each key had in the previous release."""
+    """Return tables in which each key has the name that it had in the previous release."""
     return {
         table: {
             PREVIOUS.get(f"{table}.{key}", f"{table}.{key}").partition(".")[2]: value
@@ -59,9 +59,9 @@ def with_previous_names(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def current_key(key: str, place: str = "") -> str:
-    """Return a dotted key, such as `optim.lr`, with its current name; warn of a previous one.
+    """Return the current name of a dotted key, such as `optim.lr`; warn if `key` is an old name.
 
-    `place` is where the key was given.
+    `place` is where the key was given, for the warning.
     """
     old = ".".join(key.split(".")[:2])
     if old not in RENAMED:
@@ -71,7 +71,7 @@ def current_key(key: str, place: str = "") -> str:
 
 
 def warn_renamed(old: str, place: str = "") -> None:
-    """Warn of a previous name, with the place where it was given."""
+    """Warn that `old` is an old name of a key; `place` is where it was given."""
     where = f"{place}: " if place else ""
     text = f"{where}{old} is now {RENAMED[old]}; the next release will not read {old}"
     warnings.warn(text, RenamedKeyWarning, stacklevel=5)

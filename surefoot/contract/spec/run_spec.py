@@ -1,7 +1,7 @@
-"""RunSpec: the specification of a run as one frozen, checked value.
+"""RunSpec: the specification of a run as one immutable, checked value.
 
-It builds nothing and reads nothing; `spec_file` reads it from TOML with bases and overrides, and
-knows the origin of each value.
+This module reads no files. `spec_file` reads a spec from TOML, with bases and overrides, and
+records the origin of each value.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ IN_TOML = {"a valid string": "a string in quotes", "a valid tuple": "an array, i
 
 
 def _read_schedule(given: Any) -> Any:
-    """Return a [schedule] table as its settings.
+    """Return a [schedule] table as ScheduleSettings; a value that is not a table is unchanged.
 
-    It is validated as JSON, in which pydantic's strict mode accepts arrays and nested tables.
+    The table is validated as JSON, because there pydantic's strict mode accepts arrays and nested
+    tables.
     """
     if not isinstance(given, Mapping):
         return given
@@ -134,9 +135,10 @@ class RunSpec(SpecTable):
 
     @classmethod
     def of_record(cls, tables: Mapping[str, Any]) -> RunSpec:
-        """Return the spec that a run recorded. Raises SpecError.
+        """Return the spec from the tables that a run recorded. Raises SpecError.
 
-        Previous names of keys, and keys without effect, are accepted, as earlier versions did.
+        Old names of keys, and keys without effect, are accepted, because earlier versions accepted
+        them.
         """
         current, _ = with_new_names(tables)
         return cls.model_validate(current, context={ALLOWED: find_idle_keys(current)})
@@ -144,10 +146,8 @@ class RunSpec(SpecTable):
     def replace(self, **tables: Mapping[str, Any]) -> RunSpec:
         """Return this spec with some keys changed: `spec.replace(optim={"lr": 0.1})`.
 
-        Raises SpecError.
-
-        Keys that have no effect with the new values are left out, such as those of the previous
-        optimizer.
+        Keys that have no effect with the new values, such as those of the previous optimizer, are
+        left out. Raises SpecError.
         """
         tables, before = _renamed(tables), self.as_tables()
         merged = {
@@ -159,18 +159,19 @@ class RunSpec(SpecTable):
         )
 
     def replace_all(self, tables: Mapping[str, Any], changed: Collection[str] = ()) -> RunSpec:
-        """Return a spec of `tables`, which are those of this spec except for the keys `changed`.
+        """Return the spec of `tables`, which differ from this spec only in the keys `changed`.
 
-        Raises SpecError as `replace` does.
+        Other keys that have no effect with the new values are left out. Raises SpecError.
         """
         known = find_idle_keys(self.as_tables())
         kept, _ = leave_out_idle(tables, {*known, *changed})
         return RunSpec.model_validate(kept, context={ALLOWED: known})
 
     def as_tables(self) -> dict[str, Any]:
-        """Return plain dicts of the given values.
+        """Return the values that were given explicitly, as plain dicts.
 
-        A given default is included, since it may overrule the task.
+        A given value that equals its default is included, because it may take precedence over the
+        task.
         """
         tables = self.model_dump(exclude_defaults=True, mode="python")
         for name in (name for name in RunSpec.model_fields if name in self.model_fields_set):
@@ -185,10 +186,12 @@ class RunSpec(SpecTable):
 
     @property
     def id(self) -> str:
-        """Twelve hex digits over the meaning of the spec.
+        """Hash of the values that can change the training, as twelve hex digits.
 
-        Not included are comments, key order, the data folder, the number of threads, what is
-        observed or saved, memory settings, and the layout of the ranks.
+        It does not depend on comments, the order of keys, the folders of task file and data, the
+        tables observe, checkpoint, memory, compile, loader and nccl, the layout of the ranks
+        (except compression and virtual ranks), the device, and settings of speed such as the number
+        of threads.
         """
         tables = self.model_dump(exclude_defaults=True, mode="python")
         if self.task.use is not None:
@@ -210,7 +213,7 @@ class RunSpec(SpecTable):
 
 
 def _renamed(given: Any) -> Any:
-    """Return tables with the current names of the keys; warn of a previous name."""
+    """Return tables with the current names of keys; warn of each old name."""
     if not isinstance(given, Mapping):
         return given
     made, old = with_new_names(given)
@@ -220,7 +223,7 @@ def _renamed(given: Any) -> Any:
 
 
 def _read_from(tables: Mapping[str, Any]) -> Read:
-    """Return a function that returns the value of a key in `tables`, given or default.
+    """Return a function that returns the value of a key in `tables`, or else its default.
 
     `tables` are plain dicts, or the tables of a spec.
     """
@@ -236,9 +239,9 @@ def _read_from(tables: Mapping[str, Any]) -> Read:
 
 
 def _readers(tables: Mapping[str, Any]) -> Iterator[tuple[int, Read]]:
-    """Yield (number, reader) for the tables (0), and for each curve of a sequence (from 1).
+    """Yield (number, reader): 0 for the tables, 1, 2 ... for the curves of schedule.sequence.
 
-    The reader of a curve reads it as if it were the [schedule] table.
+    A reader returns the value of a key. That of a curve reads the curve as if it were [schedule].
     """
     read = _read_from(tables)
     yield 0, read
@@ -253,10 +256,10 @@ def _default_of(key: str) -> Any:
 
 
 def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> set[str]:
-    """Return the keys in plain tables that have no effect there.
+    """Return the keys in `tables` (plain dicts) that have no effect with the values of other keys.
 
-    `decided` are keys that a command sets. `schedule.sequence` is included if one of its curves has
-    such a key.
+    `decided` are keys that the command sets itself. `schedule.sequence` is in the result if a key
+    of one of its curves has no effect.
     """
     return {
         SEQUENCE if number else key
@@ -268,9 +271,9 @@ def find_idle_keys(tables: Mapping[str, Any], decided: Collection[str] = ()) -> 
 def leave_out_idle(
     tables: Mapping[str, Any], kept: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the tables without ineffective keys, and the removed keys.
+    """Return the tables without the keys that have no effect, and a list of the removed keys.
 
-    Keys in `kept` are never removed.
+    Keys in `kept` are not removed.
     """
     made, gone = (
         {
@@ -288,7 +291,7 @@ def leave_out_idle(
 
 
 def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
-    """Raise SpecError for a key that is given and has no effect."""
+    """Raise SpecError for a key that is given but has no effect, unless it is in `allowed`."""
     for number, read in _readers(vars(spec)):
         where = f"table {number} of {SEQUENCE}: " if number else ""
         for key, need in find_idle(read, _default_of).items():
@@ -299,7 +302,10 @@ def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
 
 
 def _check_update_in_backward(spec: RunSpec) -> None:
-    """Raise SpecError for a setting that needs all gradients at once."""
+    """Raise SpecError for a setting that cannot be used with memory.update_in_backward.
+
+    Such a setting needs all gradients at once.
+    """
     train, optim = spec.train, spec.optim
     reasons = (
         (
@@ -356,7 +362,7 @@ def _check_update_in_backward(spec: RunSpec) -> None:
 def with_tuples(value: Any) -> Any:
     """Convert TOML arrays to tuples, recursively.
 
-    The spec is frozen, and pydantic's strict mode distinguishes lists from tuples.
+    The spec is immutable, and pydantic's strict mode distinguishes lists from tuples.
     """
     if isinstance(value, Mapping):
         return {key: with_tuples(part) for key, part in value.items()}
@@ -364,7 +370,7 @@ def with_tuples(value: Any) -> Any:
 
 
 def key_names(table: str | None) -> list[str]:
-    """Return the keys that `table` may hold, or the names of the tables for None."""
+    """Return the valid keys of `table`; for None, the names of the tables."""
     if table is None:
         return list(RunSpec.model_fields)
     field = RunSpec.model_fields.get(table)
@@ -375,9 +381,10 @@ def key_names(table: str | None) -> list[str]:
 
 
 def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
-    """Convert a pydantic error to a SpecError on its first fault, with the nearest valid name.
+    """Return a SpecError for the first fault in a pydantic error, with the nearest valid name.
 
-    `key` of the result is the path of the fault.
+    `prefix` is the path of the validated value in the spec. The attribute `key` of the result is
+    the path of the fault.
     """
     faults = error.errors()
     fault = faults[0]
@@ -427,13 +434,16 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
 
 
 def _find_key(fault: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[str, ...]:
-    """Return table, key and list index of a fault, without pydantic's names of union members."""
+    """Return the path of a fault: table, key and list index.
+
+    Pydantic's names of union members are left out.
+    """
     path = (*prefix, *map(str, fault["loc"]))
     return (*path[:2], *(part for part in path[2:] if part.isdigit()))
 
 
 def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:
-    """Return where `key` was given: its origin, or that of the table around it."""
+    """Return where `key` was given, or else where the table around it was; None if unknown."""
     for length in range(len(key), 0, -1):
         dotted = ".".join(key[:length])
         if dotted in places:
@@ -445,7 +455,7 @@ def find_place(key: Sequence[str], places: Mapping[str, str]) -> str | None:
 
 
 def suggest_keys(table: str | None, key: str) -> list[str]:
-    """Return the dotted keys of a spec that `table.key`, or `key` alone, may mean."""
+    """Return the valid dotted keys that the user may mean by `table.key`, or by `key` alone."""
     return synonyms.suggest(table, key, {each: key_names(each) for each in key_names(None)})
 
 

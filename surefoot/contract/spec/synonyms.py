@@ -1,4 +1,4 @@
-"""Names that other libraries give to the keys of a spec, and the key that a wrong name means."""
+"""Names of a spec's keys in other libraries, and suggestions for a key that does not exist."""
 
 from __future__ import annotations
 
@@ -170,9 +170,10 @@ KEYS: Mapping[str, Sequence[str]] = {
 
 
 def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return the dotted keys that `table.key` may mean, the likeliest first; at most 4.
+    """Return the dotted keys that a user may mean by `table.key`, most likely first; at most 4.
 
-    `names` holds the keys of each table. Without a table all tables are searched.
+    `names` holds the valid keys of each table. Keys of `table` are searched first, then those of
+    all tables. If `table` is None, all tables are searched.
 
     >>> names = {"optim": ["name", "lr"], "train": ["length", "batch"], "evaluate": ["batch"]}
     >>> suggest("optim", "learning-rate", names), suggest("train", "lr", names)
@@ -201,7 +202,9 @@ def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> 
 
 
 def as_value(dotted: str, key: str, value: str) -> str:
-    """Return a value in the form that the suggested key takes: a bare count gets its unit.
+    """Return `value` in the form that the key `dotted` takes: train.length needs a unit.
+
+    `key` is the name that the user gave; it determines the unit.
 
     >>> as_value("train.length", "epochs", "3"), as_value("train.length", "max_steps", "500")
     ('3 epochs', '500 steps')

@@ -1,4 +1,4 @@
-"""Types of a spec's values, each with its check, and the base class of its tables."""
+"""Types of the values of a spec, with their checks, and the base class of its tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 def checked_by(parse: Callable[[str], object]) -> BeforeValidator:
     """Return a validator that accepts what `parse` accepts, and reports the SpecError of `parse`.
 
-    A number without its unit is also passed to `parse`.
+    Values that are not text, such as a number without its unit, are passed to `parse` too.
     """
 
     def check(given: Any) -> Any:
@@ -68,7 +68,7 @@ Never = Annotated[
 
 
 class SpecTable(BaseModel):
-    """A table of the spec: frozen, without unknown keys, type conversion or NaN."""
+    """Base class of a spec's tables: immutable, without unknown keys, type conversion or NaN."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True

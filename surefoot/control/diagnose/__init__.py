@@ -1,4 +1,4 @@
-"""Diagnoses of a run, computed from its records: goodput, health, memory, phases and stragglers."""
+"""Diagnoses of a run from its event records: goodput, health, memory, phases and stragglers."""
 
 from surefoot.control.diagnose.attempts import Attempt, Goodput, find_goodput
 from surefoot.control.diagnose.causes import find_fault, with_first_causes

@@ -1,13 +1,13 @@
-"""Goodput of a run: how each attempt ended, which steps were repeated, where the time went.
+"""Goodput of a run: the share of its time that was productive, and where the rest went.
 
-Every second from the first record of a run to the last belongs to one part of a `Goodput`. The
-steps of an attempt after the checkpoint from which the next attempt resumed are *rework*. The time
-between the last record of an attempt and the first record of the next attempt is *down*; it
-includes the start-up.
+An *attempt* is one start or resume of the run. Every second from the first record of the run to the
+last belongs to one part of a `Goodput`. Steps after the checkpoint from which the next attempt
+resumed are trained again; their time is *rework*. The time between the last record of an attempt
+and the first record of the next attempt is *down* time, which includes the start-up.
 
-Within an attempt the times are the sums of its phases (`sum_phases`), which a monotonic clock
-measured: `surefoot why` and `surefoot show` print the same shares. Between attempts only the wall
-clock is available; where it was set back, the down time is unknown (None).
+Within an attempt, the times are the sums of its phases (`sum_phases`), which a monotonic clock
+measured. `surefoot why` and `surefoot show` therefore print the same shares. Between attempts only
+the wall clock is available: if it was set back, the down time is unknown (None).
 """
 
 from __future__ import annotations
@@ -44,12 +44,16 @@ SET_BACK = "n/a (the clock was set back)"
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """An attempt: its steps, how it ended and how many of its steps the next attempt repeated.
+    """Attempt of a run (one start or resume): its steps, and how it ended.
 
-    An attempt that recorded no end has the fault that the supervisor recorded as its outcome
-    ("hang"). Without one it is "killed", or, if it is the last one, in the state of the run
-    (running, stuck, unknown). It may have done up to `num_unrecorded` more steps than its last
-    record shows, and the next attempt repeated them too.
+    `num_redone` is the number of its steps that the next attempt repeated. `outcome` is the
+    recorded end. If there is none, `outcome` is the fault that the supervisor recorded, such as
+    "hang". Without a fault either, it is "killed", or for the newest attempt possibly "running",
+    "stuck" or "unknown".
+
+    An attempt without a recorded end may have trained up to `num_unrecorded` steps after its last
+    record, which the next attempt repeated too. `began_s` and `last_s` are the Unix times of its
+    first and last record.
     """
 
     generation: int
@@ -66,11 +70,12 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Goodput:
-    """Seconds that a run spent on each activity, over all its attempts; their sum is `total_s`.
+    """Seconds that a run spent on each activity over all its attempts; the sum is `total_s`.
 
-    `save_s` is the time for which training waited for checkpoints. The mean and the median of a
-    save are its waiting (`save`) and the time until it was on disk (`write`). `down_s` is None, and
-    not part of `total_s`, where the wall clock was set back between two attempts.
+    `save_s` is the time for which training waited for checkpoints. `median_save_s` and
+    `mean_save_s` are this time per checkpoint; `median_write_s` and `mean_write_s` are the time
+    until a checkpoint was on disk. `down_s` is None, and not included in `total_s`, if the wall
+    clock was set back between two attempts.
     """
 
     attempts: tuple[Attempt, ...]
@@ -88,7 +93,7 @@ class Goodput:
 
     @property
     def parts(self) -> dict[str, float | None]:
-        """Seconds of each part, by its name in reports; None for a part that is not known."""
+        """Seconds of each part, by its name in reports; None for a part that is unknown."""
         return {
             "productive": self.productive_s,
             "evaluation": self.evaluate_s,
@@ -100,28 +105,30 @@ class Goodput:
 
     @property
     def share(self) -> float | None:
-        """Productive time divided by total time; None for a run of no duration."""
+        """Productive time divided by total time; None if the total time is 0."""
         return self.productive_s / self.total_s if self.total_s > 0 else None
 
     @property
     def num_failures(self) -> int:
-        """Number of attempts that were followed by another attempt, or that failed."""
+        """Number of attempts that failed or that were followed by a further attempt."""
         has_failed = bool(self.attempts) and self.attempts[-1].outcome not in NO_FAILURE
         return max(0, len(self.attempts) - 1) + has_failed
 
     @property
     def between_failures_s(self) -> float | None:
-        """Mean time between failures in seconds; None without a failure."""
+        """Mean time between failures in seconds, without down time; None without a failure."""
         return (
             (self.total_s - (self.down_s or 0.0)) / self.num_failures if self.num_failures else None
         )
 
 
 def find_goodput(events: Iterable[Event], health: Health | None = None) -> Goodput:
-    """Compute the goodput of a run from all its records, in the order written.
+    """Compute the goodput of a run from all its records.
 
-    Pass the records of overruled steps too: they are the rework. `health` is the state of the run;
-    without it, an attempt that recorded no end is taken for killed.
+    Args:
+        events: records in the order in which they were written, including those of steps that a
+            later attempt repeated.
+        health: state of the run; without it, an attempt that recorded no end counts as killed.
     """
     groups: list[list[Event]] = []
     for event in events:
@@ -158,9 +165,12 @@ def find_goodput(events: Iterable[Event], health: Health | None = None) -> Goodp
 
 
 def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
-    """Return the seconds of an attempt by `PARTS`; empty where they are not known.
+    """Return the seconds of an attempt for each of `PARTS`; empty if they are unknown.
 
-    `after` is the first step that the next attempt repeated; None for the last attempt.
+    Args:
+        group: records of the attempt.
+        after: first step of the next attempt, which repeats the steps from there; None for the
+            newest attempt.
     """
     spent = sum_phases(group)
     if not spent:
@@ -191,9 +201,15 @@ def _account(group: Sequence[Event], after: int | None) -> dict[str, float]:
 
 
 def _after_last_window(group: Sequence[Event], window: Step, after: int | None) -> dict[str, float]:
-    """Return the seconds by part after the last record of steps, for an attempt without an end.
+    """Return the seconds after the last `Step` record of an attempt that recorded no end.
 
-    They are the seconds of evaluations, and the other time until its last record.
+    They are divided into evaluations, and other time until the last record. If the next attempt
+    repeated the last recorded step, the evaluations are rework.
+
+    Args:
+        group: records of the attempt.
+        window: its last `Step` record.
+        after: first step of the next attempt; None for the newest attempt.
     """
     evaluated = [event for event in group[group.index(window) :] if isinstance(event, Evaluated)]
     evaluate_s = sum(event.elapsed_s for event in evaluated)
@@ -207,7 +223,11 @@ def _after_last_window(group: Sequence[Event], window: Step, after: int | None) 
 
 
 def _account_without_phases(group: Sequence[Event], after: int | None) -> dict[str, float]:
-    """Return the seconds by `PARTS` for a log of an older version, from its wall-clock times."""
+    """Return the seconds of an attempt for each of `PARTS`, from the log of an older version.
+
+    Such a log has no phases, so the wall-clock times of the records are used. The result is empty
+    if the clock was set back.
+    """
     total_s = group[-1].time_s - group[0].time_s
     sums = dict.fromkeys(PARTS, 0.0)
     for event in group:

@@ -1,7 +1,7 @@
-"""The cause with which an attempt ended, from the logs of all ranks and from the supervisor.
+"""Causes of the ends of attempts, from the logs of all ranks and of the supervisor.
 
-A rank that loses another rank records that loss. The error is in the log of the other rank, or in
-the `fault` that the supervisor recorded.
+A rank whose peer has failed records only that it lost a rank. The original error is in the log of
+the failed rank, or in the `Fault` that the supervisor recorded.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from surefoot.core.errors import LostRank
 
 
 def find_fault(attempt: Sequence[Event]) -> Fault | None:
-    """Return the fault with which the supervisor recorded the end of an attempt, or None.
+    """Return the fault that the supervisor recorded as the end of an attempt; None without one.
 
-    `attempt` holds the records from its start on.
+    `attempt` has the records of the attempt, from its start.
     """
     for event in reversed(attempt):
         if (
@@ -31,11 +31,11 @@ def find_fault(attempt: Sequence[Event]) -> Fault | None:
 def with_first_causes(
     events: Iterable[Event], read_ends: Callable[[], Mapping[int, Iterable[Ended]]]
 ) -> list[Event]:
-    """Return `events` in which an end by a lost rank has the cause for which that rank was lost.
+    """Return `events`, with the original error in each end that only reports a lost rank.
 
     Args:
         events: records of rank 0.
-        read_ends: returns the ends that each other rank recorded; called only if they are needed.
+        read_ends: returns the `Ended` records of each other rank; called only if they are needed.
     """
     every = list(events)
     if not any(_is_loss(event) for event in every):

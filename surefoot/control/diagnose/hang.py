@@ -1,4 +1,8 @@
-"""Find the rank that blocks the others, from flight records, process states and stacks."""
+"""Diagnosis of stalled ranks: which rank blocks the others, and in which line of code.
+
+The inputs are the flight record (step and collectives), the process state and the stack of each
+rank.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ STATES = {
 
 @dataclass(frozen=True)
 class Hang:
-    """The ranks that block the others, and a description of them.
+    """Ranks that block the others, with a description in `words`.
 
-    `is_unlike` is True where the ranks called different collectives: the code is wrong, and a
-    restart does not help.
+    `ranks` is empty if no rank is to blame. `is_unlike` is True if the ranks called different
+    collectives: then the code is wrong, and a restart does not help.
     """
 
     ranks: tuple[int, ...]
@@ -35,12 +39,13 @@ class Hang:
 
 
 def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
-    """Return whether a rank has waited `after_s` for the others while no rank is busy alone.
+    """Return whether a rank has waited for at least `after_s` seconds in a collective.
 
-    In the first step, which compiles, the limit is `EARLY` times as long.
+    Return False while one rank does work that only one rank does, such as saving. In the first
+    step, which may compile, the limit is `EARLY` times as long.
     """
     if any(row.record.is_busy and row.record.waits_s is None for row in rows):
-        # one that saves alone waits as the others do
+        # a rank that saves but waits in a collective itself does not count as busy
         return False
     return any(
         row.record.waits_s is not None
@@ -50,10 +55,10 @@ def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
 
 
 def find_apart(rows: Sequence[RankSnapshot]) -> Hang | None:
-    """Return the ranks that did something else when one rank ended inside a collective, or None.
+    """Return the ranks that were not in the same collective as the others at a crash, or None.
 
-    A library that sums what one rank sends with what another rank does not expect ends the
-    receiving process, whichever rank caused it.
+    If ranks call different collectives, a communication library may crash the rank that receives
+    unexpected data, whichever rank is at fault.
     """
     if len(rows) < 2:
         return None
@@ -65,10 +70,11 @@ def find_apart(rows: Sequence[RankSnapshot]) -> Hang | None:
 
 
 def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
-    """Return the ranks to blame for a stall.
+    """Return the ranks that cause a stall.
 
-    In this order: the ranks that called another collective than most did; the ranks that are in no
-    collective, or stopped, or in an earlier collective; else nobody, and the network is named.
+    The first of these cases applies: ranks that called a different collective than most; ranks that
+    are not in a collective; ranks whose process is stopped; ranks that are in an earlier
+    collective. Otherwise no rank is returned, and the description names the network.
     """
     if (unlike := _find_unlike(rows)) is not None:
         return unlike
@@ -101,9 +107,10 @@ def find_hang(rows: Sequence[RankSnapshot]) -> Hang:
 
 
 def _find_unlike(rows: Sequence[RankSnapshot]) -> Hang | None:
-    """Return the hang of ranks that differ in the first collective not called alike, or None.
+    """Return the ranks that called a different collective than most ranks; None without any.
 
-    Without a majority (of two ranks, say) all ranks that called it are returned.
+    Only the first collective in which ranks differ is examined. If no collective has a majority,
+    for example with two ranks, all ranks that called one are returned.
     """
     for number in sorted(set[int]().union(*(row.record.recent for row in rows))):
         called = {
@@ -188,9 +195,9 @@ def _line_of(row: RankSnapshot) -> str:
 
 
 def find_frame(stack: Sequence[str]) -> str:
-    """Return the innermost frame in the user's code, else the innermost frame.
+    """Return the innermost stack frame in the user's code, else the innermost frame.
 
-    A frame is written `file.py:31 in loss`.
+    `stack` has the frames, innermost first, in the form `file.py:31 in loss`.
 
     >>> task = "/home/me/surefoot/task.py:31 in loss"
     >>> find_frame([f"{re.__file__}:3 in f", task, f"{__file__}:9 in g"])

@@ -1,9 +1,9 @@
-"""State of a run (running, stuck or dead), from its lock, its records and the clock of this host.
+"""State of a run, such as running, stuck or dead, from its lock, its records and the clock.
 
-The kernel holds the lock as long as the process lives, so on the host of the run, and in any
-container on it, the lock is proof. On another host a free lock proves nothing: the state of a run
-without a recorded end is then unknown. A run is stuck when its lock is held and no record was
-written for far longer than the longest time between two of its records.
+A process holds the lock of its run until the process ends. On the host of the run, and in any
+container on it, the lock therefore shows whether the run is running. On a different host, a free
+lock proves nothing: without a recorded end, the state is "unknown". A run is "stuck" if its lock is
+held, but no record was written for much longer than the longest time between two of its records.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ LOCK_STATES = {True: "held", False: "free", None: UNKNOWN_STATE}
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """The state of a run and the facts it was concluded from.
+    """State of a run, and the facts from which it was derived.
 
-    `lock` is whether the run's lock is held, None if that is not known. `age_s` is the age of
-    the last record in seconds, None if the clock was set back. `cause` is what the supervisor
-    recorded of the end of the newest attempt; "" without such a record.
+    `lock` is True if a process holds the run's lock, and None if this is unknown. `age_s` is the
+    age of the last record in seconds, and None if the clock was set back. `cause` is the cause that
+    the supervisor recorded for the end of the newest attempt; "" if there is none. `began_s` and
+    `last_s` are Unix times.
     """
 
     state: str
@@ -49,11 +50,11 @@ class Health:
 
     @property
     def is_in_order(self) -> bool:
-        """True if the run is running, or ended as intended."""
+        """True if the run is running, or if it finished or was stopped as intended."""
         return self.state in IN_ORDER
 
     def as_row(self) -> dict[str, Any]:
-        """Return the fields of `--json`: times in seconds since 1970.
+        """Return the state as a JSON-compatible dict; times are Unix times in seconds.
 
         `last_record_age_s` is None if the clock was set back.
         """
@@ -70,7 +71,7 @@ class Health:
 
     @property
     def words(self) -> str:
-        """A sentence on a run whose end is not recorded."""
+        """Sentence on the state of a run whose end is not recorded."""
         age = (
             UNKNOWN + " (the clock was set back)"
             if self.age_s is None
@@ -108,13 +109,14 @@ def find_health(
     stuck_after_s: float | None = None,
     now_s: float | None = None,
 ) -> Health:
-    """Judge a run by its lock and by its records.
+    """Determine the state of a run from its lock and its records.
 
     Args:
         owner: the lock, as `runlock.find_owner` read it before the records were read.
         events: all records of the run, at least one `Started` among them.
-        stuck_after_s: limit that replaces the one derived from the run's records.
-        now_s: current time in seconds since 1970, for tests.
+        stuck_after_s: seconds without a new record after which a running run is stuck; by default
+            derived from the records.
+        now_s: current Unix time in seconds, for tests.
     """
     start = max(index for index, event in enumerate(events) if isinstance(event, Started))
     started, last_s = events[start], events[-1].time_s
@@ -130,7 +132,7 @@ def find_health(
     )
     if not lock and not is_local:
         lock = None  # this kernel does not know the locks of another host
-    # its first record follows
+    # the process that holds the lock is the next attempt, which has no record yet
     is_next = (
         owner.generation is not None and owner.generation > started.generation and lock is True
     )
@@ -158,9 +160,9 @@ def find_health(
 
 
 def _limit_s(events: Sequence[Event]) -> float:
-    """Return the age of the last record, in seconds, from which a run counts as stuck.
+    """Return the seconds without a new record after which a running run counts as stuck.
 
-    It is `STUCK_FACTOR` times the longest time between two records of one attempt, at least
+    They are `STUCK_FACTOR` times the longest time between two records of an attempt, but at least
     `STUCK_AFTER_S`.
     """
     gaps = [

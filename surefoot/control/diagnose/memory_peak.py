@@ -1,4 +1,4 @@
-"""Memory use of a run: its peak against the capacity, and changes of the spec with their effect."""
+"""Peak memory of a run, compared with the capacity, and suggested changes of the spec."""
 
 from __future__ import annotations
 
@@ -44,7 +44,11 @@ MEANING: Mapping[Verdict, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Predicted memory of a step: bytes of its activations, and bytes of state per parameter."""
+    """Predicted memory of a training step.
+
+    `activation_bytes` is the size of all activations. `parameter_bytes` is the size of weights,
+    gradients and optimizer state per parameter.
+    """
 
     activation_bytes: float
     parameter_bytes: float
@@ -52,11 +56,11 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredMemory:
-    """Measured memory of a changed spec, from an experiment.
+    """Memory of a changed spec, measured by an experiment.
 
-    Either `ratio`, the memory with the change divided by the memory without it, or `peak_bytes` for
-    a `split` (batch, microbatch). A change that was measured to save nothing is not suggested,
-    whatever is predicted for it.
+    `change` is the change. Either `ratio` is set, the memory with the change divided by the memory
+    without it, or `peak_bytes` and `split`, the (batch, microbatch) sizes. A change that was
+    measured to save nothing is not suggested, even if a saving is predicted.
     """
 
     change: str
@@ -68,9 +72,10 @@ class MeasuredMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A suggested change, the bytes by which it lowers the peak, and how that is known.
+    """Suggested change of a spec, with its effect on the peak memory.
 
-    `saved_bytes` is negative where the peak rises, None if the effect is not known.
+    `saved_bytes` is the decrease of the peak: negative if the peak rises, None if it is unknown.
+    `known` says whether the effect was measured or predicted.
     """
 
     change: str
@@ -79,7 +84,7 @@ class Remedy:
 
     @property
     def effect(self) -> str:
-        """The effect in words, such as `12 MiB less, as measured: ...`."""
+        """Effect on the peak memory in words, such as `12 MiB less, as measured: ...`."""
         if self.saved_bytes is None:
             return self.known
         return (
@@ -90,9 +95,10 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """Peak memory of the newest attempt, compared with the capacity of `place`; of one process.
+    """Peak memory of one process in the newest attempt, compared with the capacity.
 
-    `remedies` are the suggested changes.
+    `limit_bytes` is the capacity of `place`, such as the GPU. `remedies` are the suggested changes
+    of the spec.
     """
 
     peak_bytes: float
@@ -129,14 +135,17 @@ def find_memory_use(
     measured: Sequence[MeasuredMemory] = (),
     spec_file: str = "SPEC",
 ) -> MemoryUse | None:
-    """Judge the peak memory of the newest attempt among `events`; None if a number is missing.
+    """Compare the peak memory of a run's newest attempt with the capacity, and suggest changes.
+
+    Return None if the peak or the capacity is unknown.
 
     Args:
         events: records of the run, in the order written.
-        limit_bytes: capacity to compare with; by default that of the GPU, else of the host.
+        limit_bytes: capacity to compare with; by default that of the GPU, or of the host without a
+            GPU.
         shape: predicted memory of a step of this run.
         measured: results of experiments on this spec.
-        spec_file: the spec of the run as a shell takes it, for commands that predict a change.
+        spec_file: path of the run's spec, quoted for the shell, for suggested commands.
     """
     attempt = newest_attempt(events)
     started = attempt[0] if attempt else None
@@ -197,7 +206,7 @@ def _shrink(
     measured: Sequence[MeasuredMemory],
     spec_file: str,
 ) -> Iterator[Remedy]:
-    """Yield changes that save memory: measured ones by their saving, then predicted ones."""
+    """Yield changes that save memory: measured ones, largest saving first, then predicted ones."""
     spec = _spec(started)
     batch, microbatch = _sizes(spec)
     there = [each for each in measured if each.split is None or each.split[0] == batch]
@@ -234,7 +243,8 @@ def _suggest_larger(
 ) -> Iterator[Remedy]:
     """Yield uses of free memory: a larger batch, and a larger model.
 
-    The batch is the largest measured one that fits, or twice the batch of the run.
+    The batch is the largest measured one whose peak is at most `most` bytes. If there is none, it
+    is twice the batch of the run, unless that was measured and does not fit.
     """
     spec = _spec(started)
     batch, _ = _sizes(spec)
@@ -267,7 +277,7 @@ def _suggest_larger(
 
 
 def _saves_memory(started: Started, spec: RunSpec | None, key: str, value: Any) -> bool:
-    """Return whether the change saves memory in this run and is valid in its spec."""
+    """Return whether setting `key` to `value` saves memory in this run and is valid in its spec."""
     if key == "precision.compute":
         return started.precision.get("compute") in ("fp32", "tf32") and _is_valid(spec, key, value)
     if (
@@ -280,7 +290,7 @@ def _saves_memory(started: Started, spec: RunSpec | None, key: str, value: Any) 
 
 
 def _is_valid(spec: RunSpec | None, key: str, value: Any) -> bool:
-    """Return whether the spec is valid with that value; True for a run without a spec."""
+    """Return whether the spec is valid with `key` set to `value`; True for a run without a spec."""
     if spec is None:
         return True
     if spec.compile.what == "step" and key in (
@@ -297,7 +307,7 @@ def _is_valid(spec: RunSpec | None, key: str, value: Any) -> bool:
 
 
 def _halve_microbatch(batch: int | None, microbatch: int | None) -> int | None:
-    """Return the largest divisor of the batch up to half the microbatch, or None."""
+    """Return the largest divisor of the batch size up to half the microbatch size, or None."""
     if batch is None or microbatch is None:
         return None
     return next((size for size in range(microbatch // 2, 0, -1) if batch % size == 0), None)
@@ -306,7 +316,11 @@ def _halve_microbatch(batch: int | None, microbatch: int | None) -> int | None:
 def _as_predicted(
     started: Started, change: str, saved_bytes: float | None, spec_file: str
 ) -> Remedy:
-    """Return a change as `--set` takes it, or in words if no `--set` does, with its effect."""
+    """Return the change `key=value` as a suggestion, with its predicted effect.
+
+    The change is described in words if `--set` cannot make it: in a run without a spec, and in a
+    task that builds its batches itself.
+    """
     spec, (key, _, _) = _spec(started), change.partition("=")
     if spec is None:
         return Remedy(
@@ -341,10 +355,10 @@ def _as_measured(found: MeasuredMemory, before: float) -> Remedy:
 def _find_peak_before(
     spec: RunSpec | None, peak: float, measured: Sequence[MeasuredMemory], found: MeasuredMemory
 ) -> float:
-    """Return the peak that a measured change is compared with.
+    """Return the peak in bytes with which the measured change `found` is compared.
 
-    That is the measured peak of the run's split from the same source if there is one, else the peak
-    of the run.
+    If the same source measured the run's own batch and microbatch, it is that peak; otherwise it is
+    the peak of the run.
     """
     mine = [
         each.peak_bytes
@@ -355,7 +369,7 @@ def _find_peak_before(
 
 
 def _spec(started: Started) -> RunSpec | None:
-    """Return the run's spec; None for a run from a user-written loop, and for an invalid spec."""
+    """Return the spec of the run; None for a user-written loop, and for an invalid spec."""
     try:
         return RunSpec.of_record(started.spec) if started.spec else None
     except InputError:
@@ -363,7 +377,7 @@ def _spec(started: Started) -> RunSpec | None:
 
 
 def _sizes(spec: RunSpec | None) -> tuple[int | None, int | None]:
-    """Return the batch and the microbatch of a spec; (None, None) without one."""
+    """Return the batch and microbatch sizes of a spec; (None, None) without a spec."""
     return (
         (None, None)
         if spec is None

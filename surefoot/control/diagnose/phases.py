@@ -1,4 +1,4 @@
-"""Time of an attempt by phase, the distribution of its step times, and its outlier steps."""
+"""Time of an attempt by phase, such as the forward pass, and statistics of its step times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_OUTLIERS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Seconds per step: mean, standard deviation, minimum, maximum and percentiles."""
+    """Statistics of seconds per step: mean, standard deviation, minimum, percentiles, maximum."""
 
     mean_s: float
     sd_s: float | None
@@ -28,9 +28,10 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """A phase: total seconds, share of the sum of all phases, and seconds per step.
+    """Time of one phase of training, such as the forward pass, in an attempt.
 
-    `a_step` is computed from the means of the records, each of which covers several steps.
+    `share` is relative to the sum of all phases. `a_step` has statistics of the seconds per step.
+    They are computed from the means of the records, each of which covers several steps.
     """
 
     name: str
@@ -43,7 +44,9 @@ class Phase:
 class Phases:
     """Time of an attempt by phase.
 
-    `wall_s` was measured by an independent clock; None if the attempt recorded no end.
+    `total_s` is the sum of all phases. `wall_s` is the duration by an independent clock; None if
+    the attempt recorded no end. `step` has statistics of the step times, `outliers` the slowest
+    steps, and `causes` the number of slow steps by cause.
     """
 
     phases: tuple[Phase, ...]
@@ -56,7 +59,7 @@ class Phases:
 
     @property
     def coverage(self) -> float | None:
-        """Sum of the phases as a share of the wall time; None if that is not known."""
+        """Sum of all phases divided by the wall time; None if the wall time is unknown."""
         return self.total_s / self.wall_s if self.wall_s else None
 
     def as_row(self) -> dict[str, Any]:
@@ -80,9 +83,9 @@ class Phases:
 
 
 def newest_attempt(events: Iterable[Event]) -> list[Event]:
-    """Return the records of the newest attempt among `events`, in the order written.
+    """Return the records of the newest attempt (start or resume of the run), in their order.
 
-    Returns all of them if none starts an attempt.
+    If `events` has no `Started` record, return all of them.
     """
     attempt: list[Event] = []
     for event in events:
@@ -95,9 +98,9 @@ def newest_attempt(events: Iterable[Event]) -> list[Event]:
 def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
     """Return the seconds of each phase of one attempt.
 
-    They cover all of the attempt where its end is recorded, else the time up to its last record of
-    steps. Empty where the records hold no phases, as in logs of older versions. Every report of the
-    time by phase calls this function.
+    They cover the whole attempt if its end is recorded, otherwise the time until its last `Step`
+    record. The result is empty if the records have no phases, as in logs of older versions. Every
+    report of the time by phase uses this function.
     """
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
     # the last evaluation and checkpoint come after the last record of steps
@@ -112,16 +115,17 @@ def sum_phases(attempt: Sequence[Event]) -> dict[str, float]:
 
 
 def _phases_of_attempt(attempt: Sequence[Event]) -> Mapping[str, Any]:
-    """Return the phases of a whole attempt as its end record holds them; empty without one."""
+    """Return the phases of a whole attempt from its `Ended` record; empty without one."""
     ended = next((event for event in attempt if isinstance(event, Ended)), None)
     phases = ended.summary.get("phases") if ended is not None else None
     return phases if isinstance(phases, Mapping) else {}
 
 
 def find_phases(events: Iterable[Event]) -> Phases | None:
-    """Return the time by phase of the newest attempt among `events`, in the order written.
+    """Return the time by phase of the newest attempt of a run.
 
-    None if its records hold no phases, as in logs of older versions.
+    Return None if its records have no phases, as in logs of older versions. `events` must be in the
+    order in which they were written.
     """
     attempt = newest_attempt(events)
     steps = [event for event in attempt if isinstance(event, Step) and event.phases]
@@ -189,6 +193,6 @@ def _outlier(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def number_of(value: Any) -> float:
-    """Return a value of an untrusted file as a positive float; 0 for anything else."""
+    """Convert a value from an untrusted file to a positive float; return 0 for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
     return float(value) if is_number else 0.0

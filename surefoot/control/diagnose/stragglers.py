@@ -1,4 +1,4 @@
-"""Stragglers in the newest attempt of a run: how often each rank was last, the cost, and why."""
+"""Stragglers in the newest attempt of a run: ranks for which the other ranks waited."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ FAULT = "straggler"
 
 @dataclass(frozen=True, kw_only=True)
 class StragglerWait:
-    """A rank: the number of steps it finished last, the seconds waited for it, its mean pace.
+    """Waiting that one rank caused during an attempt.
 
-    `waited_s` is what the median of the other ranks waited in those steps.
+    `num_last` is the number of steps that this rank finished last. `waited_s` is the sum over these
+    steps of the median time that the other ranks waited. `pace` has the rank's mean times and
+    counts per step.
     """
 
     rank: int
@@ -36,7 +38,7 @@ class StragglerWait:
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """The ranks of an attempt over `num_steps` steps, and the stragglers reported during it."""
+    """Waiting that each rank caused in an attempt of `num_steps` steps, and reported stragglers."""
 
     num_steps: int
     ranks: tuple[StragglerWait, ...]
@@ -51,9 +53,10 @@ class Waits:
 
 
 def find_waits(events: Iterable[Event]) -> Waits | None:
-    """Return the waits in the newest attempt among `events`, in the order written.
+    """Return the waiting that each rank caused in the newest attempt of a run.
 
-    None for a run of one rank, and if no waits were recorded.
+    Return None for a run of one rank, and if no waiting was recorded. `events` must be in the order
+    in which they were written.
     """
     attempt = newest_attempt(events)
     rows = [event.ranks for event in attempt if isinstance(event, Step) and event.ranks]

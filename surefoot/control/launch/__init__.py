@@ -1,4 +1,4 @@
-"""Start the ranks of a run on one host; for several hosts use torchrun, Slurm or the like."""
+"""Launcher for the ranks of a run on one host; for several hosts, use torchrun or Slurm."""
 
 from surefoot.control.launch.local import launch
 

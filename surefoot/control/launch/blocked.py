@@ -1,6 +1,7 @@
-"""Find the file that a process waits for, from the system calls of its threads.
+"""Detection of the file for which a process waits, from the system calls of its threads.
 
-The kernel reports them in /proc (proc(5), `syscall`). Linux on x86-64 and arm64.
+The kernel reports these calls in /proc (proc(5), `syscall`). Only Linux on x86-64 and arm64 is
+supported.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ NO_FILES = ("/memfd:", "/dev/", "/proc/")
 
 
 class Wait(NamedTuple):
-    """A thread in a system call on a file.
+    """System call on a file that a thread is executing.
 
-    `asked` is the kernel's line about the call: if it is the same later, the thread has not moved.
+    `asked` is the kernel's line about the call. If a later reading gives the same line, the thread
+    is still in this call.
     """
 
     call: str
@@ -65,9 +67,10 @@ class Wait(NamedTuple):
 
 
 def find_waits(pid: int) -> list[Wait]:
-    """Return the threads of a process and of its children that are in a call on a file.
+    """Return the system calls on files that a process and its children are executing.
 
-    The threads of the process come first, its main thread before the others.
+    There is at most one call per thread. The threads of the process itself come first, its main
+    thread before the others. On unsupported platforms the list is empty.
     """
     return (
         []
@@ -77,7 +80,7 @@ def find_waits(pid: int) -> list[Wait]:
 
 
 def _tasks(pid: int) -> Iterator[Path]:
-    """Yield the /proc folder of each thread of the process and of its children."""
+    """Yield the /proc folder of each thread of the process and of its descendants."""
     with contextlib.suppress(OSError, ValueError):
         tasks = sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda each: int(each.name))
         yield from tasks
@@ -107,7 +110,7 @@ def _wait_of(task: Path) -> Wait | None:
 
 
 def _text_at(task: Path, address: int) -> str:
-    """Read the null-terminated text at an address of a process."""
+    """Read the null-terminated string at an address in the memory of a thread's process."""
     descriptor = os.open(task / "mem", os.O_RDONLY)
     try:
         content = b""

@@ -1,7 +1,8 @@
-"""Decide what to do when a rank fails: stop, restart all ranks, or leave a rank slot out.
+"""Decision after the failure of a rank: stop, restart all ranks, or leave out a rank slot.
 
-Pure functions of the failures so far. A *place* is a slot of this host for a rank and for its GPU.
-A slot that is left out stays empty: the ranks are numbered without it.
+The functions are pure: they depend only on the failures so far. A slot (`place`) of this host is
+for one rank and its GPU. A slot that is left out has no rank, and the ranks are numbered without
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from surefoot.core.process.signals import ENDINGS
 
 # checkpoints until a slot that was left out is tried again; doubled each time it fails again
 FIRST_WAIT = 3
-# by a fault of the code, or of memory or processor
+# signals after a fault of the code, the memory or the processor
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 TOLD = tuple(getattr(signal, name) for name in ENDINGS if hasattr(signal, name))
 
@@ -25,7 +26,7 @@ IN_VAIN = "consecutive attempts ended like this without a new checkpoint"
 
 
 class ExitKind(Enum):
-    """End of an attempt; `is_retried` is True if a restart may help."""
+    """Reason for the end of an attempt; `is_retried` is True if a restart may help."""
 
     RAISED = "it raised an error"
     ABORTED = "it ended itself with a signal"
@@ -44,9 +45,10 @@ class ExitKind(Enum):
 
 
 class RankFailure(NamedTuple):
-    """End of an attempt, and the slot that is to blame; None if no single slot is.
+    """Failure that ended an attempt.
 
-    `rank` is the first rank that failed or blocked the others, `cause` what it did, in words.
+    `how` is the reason. `place` is the slot that is to blame; None if no single slot is. `rank` is
+    the first rank that failed or blocked the others, and `cause` describes what it did.
     """
 
     how: ExitKind
@@ -62,7 +64,7 @@ class Choice(Enum):
 
 
 class Decision(NamedTuple):
-    """A decision and its reason; "" for a stop that the fault itself explains."""
+    """Decision after a failure, with the reason to print; "" if there is nothing to add."""
 
     choice: Choice
     why: str = ""
@@ -70,10 +72,10 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Limits of a run's ranks and restarts.
+    """Limits for the ranks and the restarts of a run.
 
-    `places` is the number of rank slots, `numbers` the allowed numbers of ranks in ascending order,
-    `max_restarts` the number of consecutive restarts allowed without a new checkpoint.
+    `places` is the number of rank slots. `numbers` are the allowed numbers of ranks, ascending.
+    `max_restarts` is the number of consecutive restarts allowed without a new checkpoint.
     """
 
     places: int
@@ -83,13 +85,16 @@ class Rules:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartHistory:
-    """History of a run's failures; checkpoints are counted from the start of its supervisor.
+    """History of a run's failures, since its supervisor started.
 
-    `in_vain` counts the failed attempts since the last one that wrote a checkpoint, including
-    that one. `last` is the slot that failed last, `streak` how many times in a row it failed.
-    `crash` is the slot that crashed last and the number of checkpoints at that time. `out` maps
-    each slot that was left out to the number of checkpoints from which it is tried again, `waits`
-    to the number of checkpoints for which it was left out.
+    All numbers of checkpoints are counted from the start of the supervisor. `num_commits` is the
+    number at the last failure. `in_vain` counts the failed attempts since the last one that wrote a
+    checkpoint, including that one. `last` is the slot that failed last, and `streak` how many times
+    in a row it failed. `crash` is the slot that crashed last, with the number of checkpoints at
+    that time.
+
+    `out` maps each slot that was left out to the number of checkpoints from which it is tried
+    again. `waits` maps it to the number of checkpoints for which it was left out.
     """
 
     num_commits: int = 0
@@ -102,13 +107,13 @@ class RestartHistory:
 
 
 def read_code(code: int) -> ExitKind:
-    """Return how a process ended, from its exit code; the code of a signal is negative.
+    """Classify the exit code of a rank; a negative code is that of a signal.
 
-    PARTED: the connection to the other ranks was lost. TOLD: another process sent a signal that
-    asks for an end. KILLED: SIGKILL, from a user, or from the kernel when memory ran out. CRASHED:
-    SIGSEGV, SIGBUS, SIGILL or SIGFPE; the cause is the code, or the memory of one slot, so one
-    restart is worth trying. ABORTED: any other signal, with which a program ends itself, such as
-    SIGABRT after a failed check or in gloo. RAISED: any other exit code.
+    PARTED: the connection to the other ranks was lost. TOLD: a signal such as SIGTERM requested the
+    end. KILLED: SIGKILL, from a user, or from the kernel when memory ran out. CRASHED: SIGSEGV,
+    SIGBUS, SIGILL or SIGFPE; the cause is the code, or the memory of one slot, so one restart is
+    worth trying. ABORTED: any other signal, with which a program ends itself, such as SIGABRT after
+    a failed check or in gloo. RAISED: any other exit code.
 
     >>> [read_code(each).name for each in (3, 8, 143, -9, -11, -6)]
     ['RAISED', 'PARTED', 'TOLD', 'KILLED', 'CRASHED', 'ABORTED']
@@ -133,12 +138,19 @@ def read_code(code: int) -> ExitKind:
 def decide(
     rules: Rules, course: RestartHistory, fault: RankFailure, num_commits: int
 ) -> tuple[Decision, RestartHistory]:
-    """Return what to do after `fault` when `num_commits` checkpoints exist, and the new history.
+    """Decide what to do after a failure; return the decision and the new history.
 
-    The run stops in three cases: the cause remains after a restart; two slots crashed without a
-    checkpoint between the crashes, so the cause is the code; or there were more than `max_restarts`
-    consecutive attempts without a new checkpoint. A slot that failed twice in a row, or that was
-    left out before, is left out if enough slots remain. Otherwise all ranks restart.
+    The run stops in three cases: a restart would not remove the cause, or none is allowed; two
+    slots crashed without a checkpoint between the crashes, so the cause is the code; or more than
+    `max_restarts` consecutive attempts ended without a new checkpoint. A slot that failed twice in
+    a row, or that was left out before, is left out if enough slots remain. Otherwise all ranks
+    restart.
+
+    Args:
+        rules: limits of the run.
+        course: history before this failure.
+        fault: the failure.
+        num_commits: checkpoints that were written since the supervisor started.
     """
     place, in_vain = fault.place, course.in_vain + 1 if num_commits == course.num_commits else 1
     after = replace(course, num_commits=num_commits, in_vain=in_vain)
@@ -180,7 +192,10 @@ def decide(
 
 
 def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
-    """Return the slots that get a rank: as many as allowed, those never left out first."""
+    """Return the slots on which ranks start: as many as possible and allowed.
+
+    Slots that were never left out are preferred.
+    """
     there = _find_usable_slots(rules, course)
     number = max((each for each in rules.numbers if each <= len(there)), default=rules.numbers[0])
     return tuple(sorted(sorted(there, key=lambda each: (each in course.waits, each))[:number]))
@@ -189,8 +204,13 @@ def choose(rules: Rules, course: RestartHistory) -> tuple[int, ...]:
 def can_grow(
     rules: Rules, course: RestartHistory, places: tuple[int, ...], num_commits: int
 ) -> bool:
-    """Return whether more ranks than now (`places`) can run once `num_commits` checkpoints are
-    saved.
+    """Return whether more ranks than now can run.
+
+    Args:
+        rules: limits of the run.
+        course: history of its failures.
+        places: slots that have a rank now.
+        num_commits: checkpoints that were written since the supervisor started.
     """
     return len(choose(rules, replace(course, num_commits=num_commits))) > len(places)
 
@@ -207,13 +227,13 @@ def find_numbers(
     Args:
         least: smallest number of ranks.
         most: largest number of ranks.
-        refuse: returns why a number of ranks is not allowed, or "".
+        refuse: returns why a number of ranks is not allowed, or "" if it is allowed.
 
     Returns:
-        The allowed numbers, and one line on those that are not; "" if all are.
+        The allowed numbers, and one line on those that are not; "" if all are allowed.
 
     Raises:
-        InputError: no number is allowed.
+        InputError: if no number is allowed.
     """
     reasons = {number: refuse(number) for number in range(least, most + 1)}
     numbers = tuple(number for number, reason in reasons.items() if not reason)

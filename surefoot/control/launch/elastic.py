@@ -1,6 +1,6 @@
-"""Rank slots of a supervised run: which have a rank, and what follows when an attempt ends.
+"""Rank slots of a supervised run, and the decision to stop or restart after an attempt.
 
-The checkpoints of the run are counted meanwhile.
+The checkpoints that the run writes are counted, because the decision depends on them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ JOIN_S = 1.0
 
 
 class AttemptEnd(NamedTuple):
-    """End of an attempt: its exit code, and the fault if there was one.
+    """End of an attempt: its exit code, and the failure if there was one.
 
-    `is_asked` is True if a signal to the supervisor ended it, `is_recalled` if the supervisor
-    ended it to restart with more ranks, `step` the step that the failed rank was in.
+    `is_asked` is True if a signal to the supervisor ended the attempt. `is_recalled` is True if the
+    supervisor ended it to restart with more ranks. `step` is the step in which the failed rank was.
     """
 
     code: int
@@ -44,7 +44,10 @@ class AttemptEnd(NamedTuple):
 
 
 class Commits:
-    """Checkpoints of a run, counted from now on; `newest` is the step of the last."""
+    """Counter of the checkpoints that a run writes after this object was created.
+
+    `newest` is the step of the newest checkpoint; 0 if there is none.
+    """
 
     def __init__(self, run: Path | None) -> None:
         self._run = run
@@ -60,7 +63,10 @@ class Commits:
 
     @contextlib.contextmanager
     def count_in_background(self) -> Iterator[None]:
-        """Count in a thread: a disk that does not answer must not delay watching the ranks."""
+        """Count checkpoints in a thread, inside the context.
+
+        A disk that does not respond then does not delay the supervision of the ranks.
+        """
         over = threading.Event()
 
         def count() -> None:
@@ -78,7 +84,7 @@ class Commits:
 
 
 class Places:
-    """The rank slots of a run; `now` lists the slots that have a rank, by rank."""
+    """Rank slots of a run; `now` lists the slots that have a rank, by rank."""
 
     def __init__(self, rules: Rules, run: Path | None, say: Callable[[str], None]) -> None:
         self._rules, self._run, self._say = rules, run, say
@@ -87,17 +93,21 @@ class Places:
 
     @property
     def is_elastic(self) -> bool:
-        """True if the run may continue with fewer ranks, which need less memory."""
+        """True if the run may continue with fewer ranks, which need less memory in total."""
         return len(self._rules.numbers) > 1
 
     def can_grow(self) -> bool:
-        """Return whether more slots may have a rank now."""
+        """Return whether the run could restart with more ranks than now."""
         return self._run is not None and can_grow(
             self._rules, self._course, self.now, self._commits.count
         )
 
     def watch_for_growth(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that counts checkpoints, if a slot that was left out waits for them."""
+        """Return a context manager that counts checkpoints if a slot was left out.
+
+        Such a slot is tried again after a number of checkpoints. Otherwise the context does
+        nothing.
+        """
         return (
             self._commits.count_in_background()
             if self._run is not None and self._course.out
@@ -105,7 +115,7 @@ class Places:
         )
 
     def log_growth(self) -> None:
-        """Log that all ranks save and end, to restart as more ranks."""
+        """Log that all ranks will save and end, to restart with more ranks."""
         found = choose(self._rules, replace(self._course, num_commits=self._commits.count))
         self._say(
             f"{_names(set(found) - set(self.now))} will be tried again: all ranks save and end, "
@@ -113,7 +123,10 @@ class Places:
         )
 
     def after(self, end: AttemptEnd) -> int | None:
-        """Return the exit code of the supervisor; None if all ranks restart."""
+        """Decide what follows an attempt: the exit code of the supervisor, or None for a restart.
+
+        Before a restart, `now` is updated and a message is logged.
+        """
         fault = end.fault
         if self._run is None or end.is_asked or fault is None:
             return end.code
@@ -147,7 +160,7 @@ class Places:
 
 
 def _names(places: set[int] | tuple[int, ...]) -> str:
-    """Return the names of slots, for messages.
+    """Name slots in a message.
 
     >>> _names({2}), _names((0, 2, 3))
     ('slot 2', 'slots 0, 2 and 3')

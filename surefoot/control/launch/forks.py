@@ -1,8 +1,10 @@
-"""A fork server: it imports what every rank needs once, then forks the ranks, which start at once.
+"""Start of rank processes, by a fork server if possible.
 
-It runs the same command with a socket (`place.FORKS`), over which the supervisor requests ranks. It
-dies with the supervisor, and the ranks die with it. It keeps the exit status of a rank until the
-supervisor reads it, so that no other process can get the process id of a rank that has ended.
+The fork server is a process that imports every module once and then forks the ranks, which
+therefore start at once. It runs the same command as the ranks, with a socket in the environment
+variable `place.FORKS`, over which the supervisor requests ranks. If the supervisor ends, the server
+is killed; if the server ends, the ranks are killed. The server keeps the exit status of a rank
+until the supervisor reads it, so that the process id of an ended rank is not reused.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ANSWER_S = 20.0
 
 
 class ForkedRank:
-    """A forked rank, with the interface of `subprocess.Popen` that the supervisor uses."""
+    """Forked rank process, with those methods of `subprocess.Popen` that the supervisor uses."""
 
     def __init__(
         self, pid: int, server: int, ask: Callable[[int], int], stderr: IO[bytes] | None
@@ -71,7 +73,10 @@ class ForkedRank:
 
 
 def wait_for(descriptors: Sequence[int], within_ms: int | None) -> set[int]:
-    """Return the pidfds whose process has ended; None waits until one has."""
+    """Return the pidfds whose process has ended, after waiting for the first one to end.
+
+    The wait takes at most `within_ms` milliseconds; None sets no limit.
+    """
     waiting = select.poll()
     for each in descriptors:
         waiting.register(each, select.POLLIN)
@@ -79,10 +84,10 @@ def wait_for(descriptors: Sequence[int], within_ms: int | None) -> set[int]:
 
 
 class ForkServer:
-    """Server that starts the ranks of `surefoot WORDS`.
+    """Starter of rank processes that run `surefoot WORDS`.
 
-    It forks them where the system and the server process allow that, else it starts a process for
-    each.
+    It forks the ranks from a server process if the system allows that; otherwise it starts a new
+    Python process for each rank.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -103,12 +108,14 @@ class ForkServer:
 
         Args:
             variables: environment variables of this rank.
-            passed: descriptors that the rank inherits, by the variable that holds their number.
-            speaks: whether the rank writes to this terminal; else its standard error is a pipe.
-            threads: compute threads of the rank, unless the environment sets them.
+            passed: file descriptors that the rank inherits, each by the environment variable that
+                tells the rank its number.
+            speaks: True if the rank writes to this terminal; otherwise its standard error is a
+                pipe.
+            threads: number of compute threads of the rank, unless the environment sets it.
 
         Returns:
-            A `ForkedRank`, or a `subprocess.Popen` where forking is not possible.
+            A `ForkedRank`, or a `subprocess.Popen` if forking is not possible.
         """
         if self._can_fork and (
             self._process is None or self._threads != threads or self._process.poll() is not None
@@ -121,7 +128,7 @@ class ForkServer:
         return self._spawn(variables, passed, speaks, threads)
 
     def close(self) -> None:
-        """End the server, and with it every rank that is still running."""
+        """Kill the server process, and with it every rank that is still running."""
         if self._process is not None:
             self._link.close()
             self._process.kill()
@@ -134,7 +141,7 @@ class ForkServer:
         return [sys.executable, *safe, "-m", "surefoot", *self._words]
 
     def _begin(self, threads: int | None) -> None:
-        """Start the server, and wait until it reports whether it can fork."""
+        """Start the server process, and wait until it reports whether it can fork."""
         self.close()
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -156,9 +163,10 @@ class ForkServer:
             self.close()
 
     def _read_answer(self) -> dict[str, Any]:
-        """Read one answer of the server.
+        """Read one reply of the server process.
 
-        Raises ValueError if the server has ended without one.
+        Raises:
+            ValueError: if the server process has ended without a reply.
         """
         row: dict[str, Any] = json.loads(self._link.recv(MAX_BYTES))
         return row
@@ -194,7 +202,7 @@ class ForkServer:
         speaks: bool,
         threads: int | None,
     ) -> subprocess.Popen[bytes]:
-        """Start a rank as a process that imports everything itself."""
+        """Start a rank as a new Python process, which imports everything itself."""
         return subprocess.Popen(
             self._command(),
             stdin=subprocess.DEVNULL,
@@ -210,6 +218,6 @@ class ForkServer:
 
 
 def name_process(name: str) -> None:
-    """Set the name of this process in `ps` and `top`; the kernel keeps 15 characters."""
+    """Set the name of this process in `ps` and `top`; the kernel truncates it to 15 characters."""
     if (control := process_control()) is not None:
         control(NAME, name.encode(), 0, 0, 0)

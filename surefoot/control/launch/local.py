@@ -1,8 +1,8 @@
 """Supervisor of the ranks of one host.
 
-It starts the ranks, forwards their output, and ends them all when one fails. The ranks die with the
-supervisor, however it ends (Linux: PR_SET_PDEATHSIG). They rendezvous on the loopback interface, at
-a port that is bound before they start.
+It starts the ranks, forwards their output, and ends all of them when one fails. The ranks end with
+the supervisor, even if it is killed (on Linux, by PR_SET_PDEATHSIG). They rendezvous on the
+loopback interface, at a port that the supervisor binds before they start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from surefoot.core.hardware import count_cores
 from surefoot.core.process import memory_limits, signals
 
 LOOK_S = 0.05
-MAX_CHARACTERS = 200  # lines of a rank that are kept, from its first error on
+MAX_CHARACTERS = 200  # number of stored lines of a rank, from its first error on
 GRACE_S = 5.0  # seconds for the ranks to end by themselves once one has failed
 LOST = LostRank.exit_code
 # signals from outside: what a rank did at that time is not the reason
@@ -54,10 +54,10 @@ HEARD = (*signals.ENDINGS, "SIGUSR1")
 
 @dataclass(eq=False)
 class RankProcess:
-    """A rank process and its output.
+    """Process of a rank, and its output.
 
-    `said` holds the lines from its first error on, `part` a line that is not complete yet,
-    `ended_s` the monotonic time of its end.
+    `said` has the lines of standard error from the first error on, and `part` an incomplete line.
+    `ended_s` is the monotonic time at which the process ended, in seconds.
     """
 
     number: int
@@ -80,14 +80,14 @@ def launch(
 ) -> int:
     """Run `surefoot WORDS` as ranks 0 to `num_ranks` - 1 of this host, and return the exit code.
 
-    Rank 0 has this terminal. What the other ranks write to standard error is passed to `say` with
-    their number; they write nothing else.
+    Rank 0 uses the terminal of this process. Lines that the other ranks write to standard error are
+    passed to `say` with their rank; their standard output is discarded.
 
     Args:
         words: the command without `surefoot`.
         num_ranks: number of rank slots.
         say: prints a line of the supervisor.
-        judge: finds ranks that block the others; all ranks are ended then.
+        judge: finds ranks that block the others; then all ranks are killed.
         run: folder of the run, from whose checkpoints all ranks restart if a rank is killed or
             hangs; None for no restarts.
         max_restarts: consecutive restarts allowed without a new checkpoint.
@@ -98,7 +98,7 @@ def launch(
         0, or the exit code of the rank that failed first.
 
     Raises:
-        InputError: a number is out of range, or this process is a rank already.
+        InputError: if a number is out of range, or this process is a rank already.
     """
     if num_ranks < 1 or max_restarts < 0:
         raise InputError(
@@ -112,7 +112,7 @@ def launch(
             hint="leave --ranks out under torchrun and the like",
         )
     _fill_standard_streams()
-    # the command makes a new run folder then, each time
+    # if the run is finished, the command creates a new run folder each time: no restarts
     run = None if run is not None and events.is_finished(run) else run
     rules = Rules(
         places=num_ranks, numbers=tuple(numbers) or (num_ranks,), max_restarts=max_restarts
@@ -131,7 +131,8 @@ def launch(
 def _fill_standard_streams() -> None:
     """Open /dev/null for each of standard input, output and error that is closed.
 
-    Otherwise a socket of the ranks would get that descriptor number and be lost.
+    Otherwise a socket of the supervisor could get one of their descriptor numbers (0 to 2), and
+    would be replaced by a stream when a rank starts.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
@@ -141,7 +142,7 @@ def _fill_standard_streams() -> None:
 def _attempt(
     server: ForkServer, places: Places, say: Callable[[str], None], judge: Judge
 ) -> AttemptEnd:
-    """Run all ranks once, from their start to the end of the last one."""
+    """Run all ranks once, from their start until the last one has ended."""
     num_ranks, asked, num_kills = len(places.now), list[int](), memory_limits.count_kills()
     with contextlib.ExitStack() as stack:
         meeting = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=num_ranks + 8))
@@ -179,10 +180,10 @@ def _attempt(
 def _name_memory(
     end: AttemptEnd, num_kills: int, say: Callable[[str], None], places: Places
 ) -> AttemptEnd:
-    """Return `end` with the out-of-memory exit code where the kernel killed a rank for memory.
+    """Return `end`, with the out-of-memory exit code if the kernel killed a rank to free memory.
 
-    Unless fewer ranks are allowed, such a run is not restarted: the same number of ranks would fail
-    again.
+    Such a run restarts only if fewer ranks are allowed: the same number of ranks would fail again.
+    `num_kills` is the number of processes that the kernel killed for memory during the attempt.
     """
     if num_kills <= 0 or end.fault is None or end.fault.how is not ExitKind.KILLED:
         return end
@@ -233,9 +234,9 @@ def _start(
 
 
 def _forward_signal(ranks: Sequence[RankProcess], number: int, asked: list[int]) -> None:
-    """Forward a signal to every rank, and note it in `asked` if it ends them.
+    """Forward a signal to every running rank, and append it to `asked` if it ends the ranks.
 
-    Only SIGUSR1, which requests a checkpoint, does not.
+    Only SIGUSR1, which requests a checkpoint, does not end them.
     """
     if number != getattr(signal, "SIGUSR1", None):
         asked.append(number)
@@ -252,14 +253,14 @@ def _watch(
     told: Sequence[RankFiles],
     places: Places,
 ) -> tuple[RankFailure | None, bool]:
-    """Watch the ranks until all have ended, and print what they write.
+    """Supervise the ranks until all have ended, and print their output.
 
-    Once a rank has failed, the others have `GRACE_S` to end and are then killed. All ranks are
-    killed when one blocks the others. When more slots may have a rank, all ranks are made to save
-    and end.
+    When a rank fails, the others are killed after `GRACE_S` seconds. When a rank blocks the others,
+    all ranks are killed. When more slots can have a rank, all ranks are asked to save and end.
 
     Returns:
-        The fault of a stall or None, and whether the ranks were ended to restart as more.
+        The failure if a rank blocked the others, else None; and whether the ranks were ended to
+        restart with more ranks.
     """
     hung, is_recalled, next_s = None, False, time.monotonic() + STALL_LOOK_S
     with selectors.DefaultSelector() as selector:
@@ -293,7 +294,7 @@ def _watch(
 def _request_restart(ranks: Sequence[RankProcess], told: Sequence[RankFiles]) -> None:
     """Make all ranks save and end after the same step, to be restarted.
 
-    They end as on SIGTERM, and know that it is not the end of the run.
+    They end as on SIGTERM, but their flight records show that the run will continue.
     """
     for each in told:
         flight.request_restart(each.flight)
@@ -306,7 +307,10 @@ def end_if_stalled(
     judge: Judge,
     told: Sequence[RankFiles],
 ) -> RankFailure | None:
-    """Report the rank that blocks the others and kill all ranks; None if no rank does."""
+    """Kill all ranks if a rank blocks the others, and report that rank.
+
+    Return the failure; None if no rank blocks the others.
+    """
     pids = {each.number: each.process.pid for each in ranks if each.code is None}
     rows = snapshot_ranks(pids, told)
     if len(rows) < 2 or not judge.is_stalled(rows):
@@ -339,9 +343,10 @@ def _pause() -> Iterator[tuple[selectors.SelectorKey, int]]:
 
 
 def _read(rank: RankProcess, say: Callable[[str], None]) -> bool:
-    """Print the lines that a rank wrote, and return False at the end of its output.
+    """Print new output lines of a rank; return False if there was no output to read.
 
-    Its errors are kept instead: only those of the rank that failed first are printed.
+    From the first error on, lines are stored in `said` and not printed, because only the errors of
+    the rank that failed first are printed in full.
     """
     if rank.process.stderr is None:
         return False
@@ -363,7 +368,10 @@ def _read(rank: RankProcess, say: Callable[[str], None]) -> bool:
 
 
 def _end_all(ranks: Sequence[RankProcess]) -> None:
-    """Kill every rank that is still running; the processes that a rank started end with it."""
+    """Kill every rank that is still running, and wait until all have ended.
+
+    The processes that a rank started end with it.
+    """
     for each in ranks:
         if each.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
@@ -378,10 +386,11 @@ def _report_end(
     judge: Judge,
     seen: Sequence[RankSnapshot],
 ) -> AttemptEnd:
-    """Return how the ranks ended, and report the rank that failed first.
+    """Report the rank that failed first, and return how the ranks ended.
 
-    Rank 0 is not reported, since it prints its error itself. `seen` is the progress of each rank:
-    gloo ends the rank that receives something unexpected, whichever rank sent it.
+    Errors of rank 0 are not printed again, since rank 0 prints them itself. `seen` has the last
+    progress of each rank. It may show that a different rank is at fault: gloo crashes the rank that
+    receives unexpected data, whichever rank sent it.
     """
     failed = sorted(
         (each for each in ranks if each.code),
@@ -392,7 +401,7 @@ def _report_end(
     first = failed[0]
     assert first.code is not None
     if first.code > 0:
-        # all failed alike
+        # if rank 0 failed with the same exit code, it is reported
         first = next(
             (each for each in failed if each.number == 0 and each.code == first.code), first
         )
@@ -429,7 +438,10 @@ def _report_end(
 def _print_other_ranks(
     ranks: Sequence[RankProcess], first: RankProcess, say: Callable[[str], None], words: str
 ) -> None:
-    """Print what the ranks did when one failed, and the first error of each other rank."""
+    """Print `words`, and the first error of each rank other than rank 0 and `first`.
+
+    `words` describes what other ranks did when rank `first` failed; if it is "", it is not printed.
+    """
     if words:
         say(f"error: at that time {words}")
     for each in ranks:
@@ -445,7 +457,7 @@ def _signal_name(number: int) -> str:
 
 
 def without_ranks(words: Sequence[str]) -> list[str]:
-    """Return a command without `--ranks N` and `--max-restarts N`: the command of each rank.
+    """Return a command line without `--ranks` and `--max-restarts`, as each rank runs it.
 
     >>> without_ranks(["train", "digits", "--ranks", "2", "--quiet"])
     ['train', 'digits', '--quiet']

@@ -1,4 +1,4 @@
-"""The supervisor's view of its ranks: their flight records, process states and stacks."""
+"""Inspection of ranks by their supervisor: flight records, process states and stacks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 
 
 class Judge(NamedTuple):
-    """Functions that judge what the supervisor observes of its ranks.
+    """Functions with which a supervisor detects and explains a stall of its ranks.
 
-    `is_stalled` returns whether ranks have waited too long, `tell` describes which ranks block the
-    others, `hint` is the advice once all are ended. `blame` returns the blocking ranks: an empty
-    tuple where the network is at fault, None if the ranks called different collectives, which a
-    restart does not mend. `tell_apart` describes the ranks that did something else when one rank
-    ended inside a collective; "" for none.
+    `is_stalled` returns whether ranks have waited too long. `tell` describes the ranks that block
+    the others. `blame` returns these ranks: an empty tuple if the network is at fault, and None if
+    the ranks called different collectives, which a restart does not correct. `tell_apart` describes
+    the ranks that were not in the same collective as the others when a rank crashed; "" if there
+    are none. `hint` is the advice to print after all ranks have ended.
     """
 
     is_stalled: Callable[[Sequence[RankSnapshot]], bool]
@@ -43,14 +43,17 @@ class Judge(NamedTuple):
 
 
 class RankFiles(NamedTuple):
-    """Two in-memory files that a rank writes: its flight record and its stacks."""
+    """Descriptors of two in-memory files that a rank writes: its flight record and its stacks.
+
+    The flight record has the current step and the collectives of the rank.
+    """
 
     flight: int
     stacks: int
 
     @classmethod
     def make(cls, rank: int) -> RankFiles:
-        """Make the two files of a rank; other processes do not inherit them."""
+        """Create the two files of a rank; other processes do not inherit their descriptors."""
         return cls(
             flight.make_file(f"surefoot-flight-{rank}"), flight.make_file(f"surefoot-stacks-{rank}")
         )
@@ -61,7 +64,7 @@ class RankFiles(NamedTuple):
 
 
 def snapshot_ranks(pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[RankSnapshot]:
-    """Return the current state of every rank; `pids` maps a rank to its process id."""
+    """Return the current state of the ranks in `pids`, which maps ranks to process ids."""
     return [
         RankSnapshot(rank, flight.read(told[rank].flight), state_of(pid))
         for rank, pid in pids.items()
@@ -71,11 +74,16 @@ def snapshot_ranks(pids: Mapping[int, int], told: Sequence[RankFiles]) -> list[R
 def with_stacks(
     rows: Sequence[RankSnapshot], pids: Mapping[int, int], told: Sequence[RankFiles]
 ) -> list[RankSnapshot]:
-    """Return `rows` with the stacks of the ranks that can be asked for them.
+    """Return `rows` with the current stack of each rank, and the file for which it waits.
 
-    A stopped process handles no signal, and a rank that has not joined has no handler yet. A row
-    also names the file that the rank waits for, if the rank was in the same call on it before and
-    after.
+    A signal requests the stack. A stopped process does not handle it, and a rank that has not
+    joined the group has no handler yet; their stacks are the last ones that they wrote. A file is
+    set only if the rank was in the same system call on it before and after the request.
+
+    Args:
+        rows: state of each rank.
+        pids: process id of each rank.
+        told: files of each rank, by rank.
     """
     asked = [row for row in rows if row.state not in STOPPED and row.record.count]
     waits = {row.rank: find_waits(pids[row.rank]) for row in rows}
@@ -95,9 +103,9 @@ def with_stacks(
 
 
 def _wait_for_stacks(files: Sequence[int]) -> None:
-    """Wait until every file was written to and then unchanged for `STACK_S`.
+    """Wait until every file has content and has not changed for `STACK_S` seconds.
 
-    Returns after `MAX_STACK_S` at the latest.
+    The wait takes at most `MAX_STACK_S` seconds. `files` are file descriptors.
     """
     begun_s = since_s = now_s = time.monotonic()
     before = [0] * len(files)
@@ -109,7 +117,7 @@ def _wait_for_stacks(files: Sequence[int]) -> None:
 
 
 def with_last_stacks(rows: Sequence[RankSnapshot], told: Sequence[RankFiles]) -> list[RankSnapshot]:
-    """Return `rows` with the last stacks that the ranks wrote, for instance at a fatal signal."""
+    """Return `rows` with the last stacks that the ranks wrote, for example at a fatal signal."""
     return [
         row._replace(
             stack=parse_stacks(os.pread(told[row.rank].stacks, 1 << 16, 0).decode(errors="replace"))
@@ -119,9 +127,9 @@ def with_last_stacks(rows: Sequence[RankSnapshot], told: Sequence[RankFiles]) ->
 
 
 def parse_stacks(text: str) -> tuple[str, ...]:
-    """Return the frames, innermost first, of the thread that takes steps, else of the first thread.
+    """Parse the output of faulthandler; return the frames of one thread, innermost first.
 
-    `text` is the output of faulthandler.
+    It is the thread that runs the training steps; if there is none, the first thread.
 
     >>> stack = '  File "a.py", line 3 in f\\n  File "b.py", line 9 in g\\n'
     >>> parse_stacks("Current thread 0x1 (most recent call first):\\n" + stack)
@@ -139,7 +147,7 @@ def parse_stacks(text: str) -> tuple[str, ...]:
 
 
 def state_of(pid: int) -> str:
-    """Return the letter of a process state (proc(5)), such as R, S or D; "?" if unknown."""
+    """Return the state of a process as a letter of proc(5), such as R, S or D; "?" if unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -1,7 +1,7 @@
-"""Record in a run's log how an attempt ended, where its ranks could not record it themselves.
+"""Record of the end of an attempt in the run's event log, if its ranks could not write one.
 
-A rank that the kernel or the supervisor kills writes no end. The supervisor writes a `fault` then,
-once all ranks have ended.
+A rank that the kernel or the supervisor kills records no end. The supervisor then writes a `Fault`
+record, once all ranks have ended.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ WAIT_S, LOOK_S = 2.0, 0.02  # processes that a killed rank started may hold the 
 
 
 def record_fault(run: Path, end: AttemptEnd, *, after: int, say: Callable[[str], None]) -> None:
-    """Append a `fault` with the end of an attempt to the log of `run`, unless the end is known.
+    """Append a `Fault` record on the end of an attempt to the event log of a run.
 
-    Nothing is written for an attempt that was asked to end, that recorded the error with which it
-    ended, or that ended before it wrote to the log.
+    Nothing is written if a signal to the supervisor ended the attempt, if the attempt recorded the
+    error with which it ended, or if it ended before it wrote to the log.
 
     Args:
         run: folder of the run.
         end: end of the attempt.
-        after: generation of the run before the attempt.
+        after: generation of the run before the attempt; each attempt increases it.
         say: prints a warning if the log cannot be written.
     """
     if end.is_asked or end.fault is None or end.fault.how not in FAULTS:
@@ -76,9 +76,10 @@ def _wait_for_lock(run: Path) -> None:
 
 
 def _has_recorded_end(run: Path, generation: int) -> bool:
-    """Return whether the attempt recorded its start and an end other than a lost rank.
+    """Return whether attempt `generation` recorded an end other than a lost rank.
 
-    True too for an attempt without a start in the log, which no fault could belong to.
+    If the log does not have the start of this attempt, return True too: no fault could belong to
+    it.
     """
     mine = [
         each
@@ -90,7 +91,11 @@ def _has_recorded_end(run: Path, generation: int) -> bool:
 
 
 def _append(run: Path, line: bytes) -> None:
-    """Append a line to the log, and sync it. Raises OSError; the log is then unchanged."""
+    """Append a line to the event log, and sync the log to disk.
+
+    Raises:
+        OSError: if the line cannot be written; the log is then unchanged.
+    """
     descriptor = files.open_descriptor(run, events.FILE, os.O_RDWR | os.O_APPEND)
     try:
         files.cut_torn_line(descriptor)

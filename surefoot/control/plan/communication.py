@@ -1,8 +1,8 @@
 """Cost model of communication: seconds = latency + bytes / bandwidth, fitted to measurements.
 
-The best bucket size follows from it. R. Hockney, "The communication challenge for MPP", 1994, for
-the two parameters and the size that reaches half of the bandwidth; the factors of bus bandwidth are
-those of NVIDIA's nccl-tests, doc/PERFORMANCE.md.
+The best size of gradient buckets follows from the model. The two parameters, and the size that
+reaches half of the bandwidth, are from R. Hockney, "The communication challenge for MPP", 1994. The
+factors of bus bandwidth are those of NVIDIA's nccl-tests, doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ Point = tuple[int, float]  # bytes, seconds
 
 
 def bus_factor(collective: str, ranks: int) -> float:
-    """Return the bus bandwidth factor of a collective: bus bandwidth = factor * size / time.
+    """Return the factor in `bus bandwidth = factor * size / time` for a collective.
 
-    The bus bandwidth does not depend on the number of ranks. The size is that of the whole tensor:
-    what is reduced, what is gathered from all ranks, what is scattered to all. Raises InputError
-    for an unknown collective and for fewer than two ranks.
+    Unlike size / time, the bus bandwidth does not depend on the number of ranks. The size is that
+    of the whole tensor, which is reduced, gathered from all ranks, or scattered to all ranks.
+
+    Raises:
+        InputError: if the collective is unknown, or for fewer than two ranks.
 
     >>> [bus_factor(name, 4) for name in COLLECTIVES]
     [1.5, 0.75, 0.75, 1.0, 0.75, 1.0]
@@ -44,10 +46,10 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A link with the cost `latency_s` + bytes / `bytes_per_s`.
+    """Fitted cost of a collective in seconds: `latency_s` + bytes / `bytes_per_s`.
 
-    `bytes_per_s` is None if larger sizes took no longer. `off` is the median relative error of
-    the fit, `num_left_out` the number of sizes that were not used.
+    `bytes_per_s` is None if larger tensors took no longer. `off` is the median relative error of
+    the fit. `num_left_out` is the number of measurements that were left out as outliers.
     """
 
     latency_s: float
@@ -56,7 +58,7 @@ class Link:
     num_left_out: int
 
     def seconds(self, num_bytes: float) -> float:
-        """Return the seconds for `num_bytes`.
+        """Return the predicted seconds for a tensor of `num_bytes` bytes.
 
         >>> Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0).seconds(1e6)
         0.0011
@@ -64,9 +66,9 @@ class Link:
         return self.latency_s + (num_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
     def size_for(self, share: float) -> float | None:
-        """Return the bytes that reach `share` of the bandwidth; for 0.5, Hockney's n_1/2.
+        """Return the size of a tensor, in bytes, that reaches `share` of the bandwidth.
 
-        None without a bandwidth.
+        For a share of 0.5, this is Hockney's n_1/2. Return None if the bandwidth is unknown.
 
         >>> round(Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0).size_for(0.9))
         900000
@@ -81,10 +83,13 @@ class Link:
 def fit_link(points: Sequence[Point]) -> Link:
     """Fit latency and bandwidth to measured (bytes, seconds), by least squares of relative errors.
 
-    Relative errors give a microsecond at a small size the weight of a millisecond at a large one.
-    Outliers are left out first: sizes far from the line through two points that has the least sum
-    of log errors, which a few bad points do not move. Neither parameter is below 0. Raises
-    InputError for fewer than two sizes.
+    With relative errors, a microsecond at a small size counts as much as a millisecond at a large
+    one. Outliers are left out first. They are far from a robust line through two of the points,
+    which has the least sum of absolute log errors. Both parameters are at least 0.
+
+    Raises:
+        InputError: for fewer than two different sizes, or for a time that is not positive and
+            finite.
 
     >>> points = [(size, 5e-5 + size / 2e9) for size in (1 << 10, 1 << 14, 1 << 18, 1 << 22)]
     >>> link = fit_link(points + [(1 << 20, 0.5)])
@@ -112,9 +117,10 @@ def fit_link(points: Sequence[Point]) -> Link:
 
 
 def _lines(points: Sequence[Point]) -> list[tuple[float, float]]:
-    """Return the lines through two of the points, and through one: flat, or through the origin.
+    """Return the candidates for the line of `fit_link`, as (seconds at 0 bytes, seconds per byte).
 
-    Lines with a negative parameter are left out.
+    They are the lines through two points, and through each point the horizontal line and the line
+    through the origin. Lines with a negative parameter are left out.
     """
     found = [(elapsed_s, 0.0) for _, elapsed_s in points]
     if all(size for size, _ in points):
@@ -127,9 +133,9 @@ def _lines(points: Sequence[Point]) -> list[tuple[float, float]]:
 
 
 def _factors(line: tuple[float, float], points: Sequence[Point]) -> list[float]:
-    """Return the distance of each point from the line, as |log(predicted / measured)|.
+    """Return |log(predicted / measured)| for each point, its distance from the line.
 
-    Half as long is as far as twice as long.
+    Half and twice the measured time are thus equally far from it.
     """
     latency_s, s_per_byte = line
     return [
@@ -138,7 +144,10 @@ def _factors(line: tuple[float, float], points: Sequence[Point]) -> list[float]:
 
 
 def _least_squares(points: Sequence[Point]) -> tuple[float, float]:
-    """Return (a, b), neither below 0, with the least sum of ((a + b x) / t - 1)^2."""
+    """Fit t = a + b x to points (x, t), by least squares of relative errors.
+
+    Return (a, b), both at least 0, with the least sum of ((a + b x) / t - 1)^2.
+    """
     u = [1 / elapsed_s for _, elapsed_s in points]  # a u + b v should be 1
     v = [size / elapsed_s for size, elapsed_s in points]
     uu, uv, vv = (
@@ -160,12 +169,13 @@ def _least_squares(points: Sequence[Point]) -> tuple[float, float]:
 
 
 def best_bucket_bytes(total_bytes: float, link: Link) -> float | None:
-    """Return the bucket size that adds the least time to a backward pass; None without a bandwidth.
+    """Return the size of gradient buckets, in bytes, that adds the least time to a backward pass.
 
-    The backward pass hides all but the last bucket. Each of the total / bucket collectives costs
-    the latency, and the last bucket is sent when nothing is left to compute: latency * total /
-    bucket + bucket / bandwidth has its minimum at sqrt(latency * bandwidth * total). Never more
-    than `total_bytes`.
+    The backward pass overlaps with the reduction of all buckets except the last one. Each of the
+    total / bucket collectives costs the latency, and the last bucket is sent when nothing is left
+    to compute. The added time, latency * total / bucket + bucket / bandwidth, has its minimum at
+    sqrt(latency * bandwidth * total). The result is at most `total_bytes`, and None if the
+    bandwidth is unknown.
 
     >>> link = Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0)
     >>> round(best_bucket_bytes(400e6, link))
@@ -177,7 +187,9 @@ def best_bucket_bytes(total_bytes: float, link: Link) -> float | None:
 
 
 def reduce_s(bucket_sizes: Sequence[int], link: Link) -> float:
-    """Return the seconds to reduce buckets of these sizes one after another, without overlap.
+    """Return the predicted seconds to reduce buckets one after another, without overlap.
+
+    `bucket_sizes` are in bytes.
 
     >>> reduce_s([10**6] * 3, Link(latency_s=1e-4, bytes_per_s=1e9, off=0.0, num_left_out=0))
     0.0033

@@ -1,4 +1,4 @@
-"""Checkpoint interval: the cost of a save against the work that a failure loses.
+"""Checkpoint interval that loses the least time to saves and to failures.
 
 J. W. Young, "A first order approximation to the optimum checkpoint interval", 1974; J. T. Daly,
 2006, for its limits.
@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SaveAdvice:
-    """The interval that loses the least time, and the share of time lost to saves and rework.
+    """Checkpoint interval that loses the least time, and the share of time that it loses.
 
-    Computed from `save_s` and `between_s`; the interval is not shorter than `write_s`.
+    The time is lost to saves and to the repetition of steps after failures. The other fields are
+    the arguments of `advise_interval`, all in seconds.
     """
 
     save_s: float
@@ -25,10 +26,15 @@ class SaveAdvice:
 
 
 def advise_interval(save_s: float, between_s: float, write_s: float = 0.0) -> SaveAdvice | None:
-    """Return the interval sqrt(2 * save time * mean time between failures), or None.
+    """Recommend the checkpoint interval sqrt(2 * save time * mean time between failures).
 
-    None if one of the two is not a positive finite number. An asynchronous save costs training
-    less than the `write_s` it takes; the next save starts after it.
+    Return None if `save_s` or `between_s` is not a positive finite number.
+
+    Args:
+        save_s: seconds that training waits for a save.
+        between_s: mean seconds between two failures.
+        write_s: seconds until a checkpoint is on disk, which is longer than `save_s` if saves are
+            asynchronous; the interval is not shorter.
 
     >>> advice = advise_interval(save_s=2.0, between_s=3600.0)
     >>> round(advice.interval_s), round(advice.lost_share, 4)

@@ -1,9 +1,9 @@
 """Memory per rank and communication of each ZeRO stage, for model states without activations.
 
-Rajbhandari et al., ZeRO (SC 2020), section 5: for P parameters with w bytes of weight, g of
-gradient and s of optimizer state each, a rank of N holds w P + g P + s P without sharding; stage 1
-divides s by N, stage 2 also g, stage 3 also w. Section 7: an all-reduce sends each element twice,
-as a reduce-scatter and an all-gather; stage 3 gathers the weights once more.
+Rajbhandari et al., ZeRO (SC 2020), section 5: let each of P parameters have w bytes of weight, g of
+gradient and s of optimizer state. Without sharding, each of N ranks needs w P + g P + s P. Stage 1
+divides s by N, stage 2 also g, and stage 3 also w. Section 7: an all-reduce sends each element
+twice, as a reduce-scatter and an all-gather; stage 3 gathers the weights once more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ VOLUMES = {0: 2, 1: 2, 2: 2, 3: 3}  # communication of a step, as multiples of a
 
 @dataclass(frozen=True)
 class Sharding:
-    """A ZeRO stage (0: none): bytes of state per rank, share saved, and communication.
+    """Memory and communication of a ZeRO stage; stage 0 is no sharding.
 
+    `num_bytes` is the size of the model states per rank, and `saved` the share saved by sharding.
     `volumes` is the number of times that a step sends all weights.
     """
 
@@ -35,9 +36,16 @@ def compare_stages(
     gradient_bytes: int = 4,
     state_bytes: int = 8,
 ) -> tuple[Sharding, ...]:
-    """Return all stages on `num_ranks` ranks.
+    """Return the memory and the communication of all ZeRO stages on `num_ranks` ranks.
 
-    The bytes are per parameter; the defaults are those of Adam in fp32.
+    The default sizes are those of Adam in fp32.
+
+    Args:
+        num_parameters: number of parameters of the model.
+        num_ranks: number of ranks.
+        weight_bytes: bytes of weight per parameter.
+        gradient_bytes: bytes of gradient per parameter.
+        state_bytes: bytes of optimizer state per parameter.
 
     >>> [f"{each.num_bytes / 1e9:.2f}" for each in compare_stages(175_000_000_000, 64)]
     ['2800.00', '1421.88', '732.81', '43.75']

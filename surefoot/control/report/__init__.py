@@ -1,6 +1,7 @@
-"""A static HTML page on runs, their profiles and a ladder of experiments.
+"""Static HTML report on runs, their profiles and a ladder of experiments.
 
-Figures are SVG; the templates beside this file escape all text.
+A ladder measures one optimization after another. Figures are SVG. The templates in this folder
+escape all text.
 """
 
 from surefoot.control.report.figure import Whole

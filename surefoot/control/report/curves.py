@@ -1,4 +1,4 @@
-"""Training curves: loss, score, learning rate, gradient norm, samples per second.
+"""Training curves of a report: loss, score, learning rate, gradient norm, samples per second.
 
 Several runs are drawn in the same axes.
 """
@@ -21,9 +21,10 @@ WIDE_RANGE = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class PlottedCurve:
-    """A curve of a figure: its style (the run's number), its name and its points.
+    """Curve of a figure.
 
-    `marks` draws a marker at each point, `joins` connects the points with a line.
+    `style` is the index of its color and marker. `marks` draws a marker at each point, and `joins`
+    connects the points with a line. `best` is the point of the best score.
     """
 
     style: int
@@ -35,7 +36,7 @@ class PlottedCurve:
 
 
 def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
-    """Return the figures for which at least one run has a value."""
+    """Draw the training curves of the runs; figures without any value are left out."""
     scale, score_title = _score_scale(runs)
     wanted = (
         ("Loss", "loss", list(_losses(runs))),
@@ -56,7 +57,10 @@ def draw_curves(runs: Sequence[RunRows]) -> list[Figure]:
 
 
 def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | None:
-    """Draw curves in one pair of axes; None if there is nothing to draw."""
+    """Draw curves in the same axes; return None if there is nothing to draw.
+
+    The y axis is logarithmic if all values are positive and their range is wide.
+    """
     lines = [replace(line, points=_mask_out_of_range(line.points)) for line in lines]
     lines = [line for line in lines if any(is_drawn(y) for _, y in line.points)]
     values = [y for line in lines for _, y in line.points]
@@ -92,7 +96,7 @@ def draw(title: str, y_title: str, lines: Sequence[PlottedCurve]) -> Figure | No
 
 
 def _mask_out_of_range(points: Sequence[Point]) -> list[Point]:
-    """Replace values beyond the range of an axis by NaN, since the log is untrusted input."""
+    """Replace values beyond the range of an axis by NaN, because the log is untrusted input."""
     return [(x, y if y is None or abs(y) < LARGEST else math.nan) for x, y in points]
 
 
@@ -118,12 +122,12 @@ def _note(values: Sequence[float | None]) -> Iterator[str]:
 
 
 def _label(runs: Sequence[RunRows], run: RunRows, what: str) -> str:
-    """Return the label of a curve: what it shows, and for several runs also the run's name."""
+    """Return the label of a curve: `what`, preceded by the run's name if there are several runs."""
     return what if len(runs) == 1 else f"{run.name}, {what}" if what else run.name
 
 
 def _losses(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
-    """Yield the training loss as a line and the loss of evaluations as markers."""
+    """Yield the training loss of each run as a line, and its evaluation loss as markers."""
     for index, run in enumerate(runs):
         yield PlottedCurve(
             style=index,
@@ -158,15 +162,18 @@ def _score_scale(runs: Sequence[RunRows]) -> tuple[float, str]:
 
 
 def value_of(evaluated: Evaluated) -> float | None:
-    """Return an evaluation's score: the loss or the metric it names; None if missing."""
+    """Return the value of an evaluation's score, which is its loss or a metric.
+
+    Return None if the value is missing or not a number.
+    """
     value = evaluated.loss if evaluated.score == "loss" else evaluated.metrics.get(evaluated.score)
     return value if isinstance(value, int | float) else None
 
 
 def _rates(runs: Sequence[RunRows]) -> Iterator[PlottedCurve]:
-    """Yield a curve for each run and parameter group, at most `NUM_STYLES`.
+    """Yield learning-rate curves for each parameter group of each run, at most `NUM_STYLES` curves.
 
-    Groups of a run with equal learning rates share one curve.
+    Parameter groups of a run with equal learning rates share one curve.
     """
     found: list[tuple[str, list[Point]]] = []
     for run in runs:

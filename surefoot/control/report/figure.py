@@ -1,6 +1,6 @@
-"""A figure as shapes and text with coordinates.
+"""Figures, as shapes and texts with coordinates.
 
-The page's templates write it as SVG, so that all its text is escaped there.
+The HTML templates write them as SVG and escape all text.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Point = tuple[float, float | None]  # None is a gap
 
 
 class Whole(str):
-    """Text that is never truncated: a command to copy, the path data of a line, an image."""
+    """Text that is never truncated, such as a command to copy, SVG path data or an image."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Path:
-    """A line or an area: `d` is the path data of SVG, `style` a class of page.css."""
+    """Line or area of a figure; `d` is SVG path data, `style` a class of page.css."""
 
     d: str
     style: str
@@ -37,7 +37,7 @@ class Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """A rectangle; `tooltip` is its tooltip."""
+    """Rectangle of a figure, in pixels; `style` is a class of page.css."""
 
     x: float
     y: float
@@ -49,7 +49,7 @@ class Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """Text at a point; `anchor` is start, middle or end."""
+    """Text of a figure; the point (`x`, `y`) is at its `anchor`: start, middle or end."""
 
     x: float
     y: float
@@ -60,9 +60,9 @@ class Words:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A marker; `shape` is the index of its form in page.css.
+    """Marker of a figure; `shape` is the index of its form in parts.html.
 
-    Forms differ, so that no meaning depends on color.
+    The forms differ, so that no meaning depends on color alone.
     """
 
     x: float
@@ -73,7 +73,7 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Key:
-    """A legend entry: style number, label, and whether it is a line or a mark."""
+    """Legend entry; `kind` is "line" or "mark", and `style` the index of its line or marker."""
 
     style: int
     label: str
@@ -82,7 +82,7 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """A drawing of `width` by `height` with a title, a legend and a note below it."""
+    """Drawing of `width` by `height` pixels with a title, and a legend and a note below it."""
 
     title: str
     width: float
@@ -97,7 +97,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Frame:
-    """The axes of a drawing and the margins around them, in pixels."""
+    """Axes of a figure and the margins around them, in pixels."""
 
     x: Axis
     y: Axis
@@ -112,14 +112,14 @@ class Frame:
         return self.left + self.x.share(value) * (self.width - self.left - self.right)
 
     def y_of(self, value: float) -> float:
-        """Return the y coordinate of a value; a value outside the axis is drawn at its edge."""
+        """Return the y coordinate of a value in pixels; outside of the axis, that of its edge."""
         share = (
             0.0 if self.y.log and value <= self.y.low else min(max(self.y.share(value), 0.0), 1.0)
         )
         return self.height - self.bottom - share * (self.height - self.top - self.bottom)
 
     def grid(self) -> list[Path]:
-        """Return the two axes, and a thin line at each tick of the vertical one."""
+        """Return the two axes, and a thin horizontal line at each tick of the y axis."""
         left, right, bottom = self.left, self.width - self.right, self.height - self.bottom
         rows = "".join(
             f"M{left:.1f} {self.y_of(value):.1f}H{right:.1f}" for value in self.y.ticks(5)
@@ -131,13 +131,13 @@ class Frame:
         ]
 
     def x_axis(self) -> Path:
-        """Return the horizontal axis with its ticks."""
+        """Return the x axis with its ticks."""
         right, bottom = self.width - self.right, self.height - self.bottom
         ticks = "".join(f"M{self.x_of(value):.1f} {bottom:.1f}v4" for value in self.x.ticks(5))
         return Path(d=f"M{self.left} {bottom}H{right}{ticks}", style="axis")
 
     def x_labels(self, title: str) -> list[Words]:
-        """Return the tick labels and the title of the horizontal axis."""
+        """Return the tick labels and the title of the x axis."""
         y, right = self.height - self.bottom + 17, self.width - self.right
         return [
             *(
@@ -156,9 +156,10 @@ class Frame:
         return [*rows, *self.x_labels(x_title), Words(x=2, y=13, text=y_title, style="title")]
 
     def line(self, points: Iterable[Point]) -> str:
-        """Return the path through the points, with gaps; a point between two gaps is a dot.
+        """Return the SVG path data of a line through the points; non-finite values leave gaps.
 
-        No more points are drawn than can be seen (`thinned`).
+        A point between two gaps is drawn as a dot. Points that would not be visible are left out
+        (`thin_points`).
         """
         parts: list[str] = []
         is_open = False
@@ -173,9 +174,10 @@ class Frame:
 
 
 def thin_points(points: Iterable[Point], columns: int) -> list[Point]:
-    """Return the first, smallest, largest and last point of each of `columns` parts of the x axis.
+    """Reduce points to those that are visible in a drawing of `columns` columns.
 
-    The drawing looks the same with these points.
+    In each column, the first, smallest, largest and last point remain, so the drawing looks the
+    same.
 
     >>> thin_points([(step, step % 7) for step in range(1000)], 2)[:3]
     [(0, 0), (496, 6), (499, 2)]
@@ -196,5 +198,5 @@ def thin_points(points: Iterable[Point], columns: int) -> list[Point]:
 
 
 def cut(text: str, length: int) -> str:
-    """Return `text` truncated to `length` characters, with an ellipsis."""
+    """Return `text` truncated to `length` characters; truncated text ends with an ellipsis."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -1,6 +1,6 @@
-"""Read what other commands wrote about a run, as untrusted input.
+"""Readers for files that other commands wrote about a run, as untrusted input.
 
-These are `profile/` in the run folder, and the `ladder.json` of `surefoot ladder`.
+The files are those of `surefoot profile`, `roofline`, `memory`, `ladder` and `whatif batch`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ Made = TypeVar("Made")
 
 
 def read_profile(run: Path) -> Profile:
-    """Return what `surefoot profile` wrote into a run folder.
+    """Read the profile of a run, from the folder `profile` of the run folder.
 
-    A missing part is left out; `notes` name each part that cannot be read.
+    Missing parts are left out. `notes` has a message for each part that cannot be read.
     """
     folder, notes = run / "profile", list[str]()
     try:
@@ -75,7 +75,11 @@ def read_profile(run: Path) -> Profile:
 
 
 def read_ladder(folder: Path) -> LadderRows:
-    """Return the ladder in a folder. Raises InputError if it is missing or cannot be read."""
+    """Read the results of `surefoot ladder` from their folder.
+
+    Raises:
+        InputError: if they are missing or cannot be read.
+    """
     path = folder if folder.name == LADDER_FILE else folder / LADDER_FILE
     if not path.is_file():
         raise InputError(
@@ -97,16 +101,18 @@ def read_ladder(folder: Path) -> LadderRows:
 
 
 def read_shape(run: Path) -> Shape | None:
-    """Return the predicted memory of a step from the `shape.json` of a run folder, or None."""
+    """Read the predicted memory of a step from `shape.json` in a run folder; None without it."""
     return _part(run / SHAPE_FILE, _shape, [])
 
 
 def read_measured(path: Path) -> list[MeasuredMemory]:
-    """Return measured memory of changed specs.
+    """Read the measured memory of changed specs.
 
-    Read from the folder of a ladder (the variants whose memory ratio is known to be below 1, or not
-    to be), or from a table that `surefoot whatif batch --csv` wrote. Raises InputError for any
-    other file.
+    `path` is the folder of a ladder, or a table that `surefoot whatif batch --csv` wrote. A variant
+    of a ladder is included only if the interval of its memory ratio is below 1, or at least 1.
+
+    Raises:
+        InputError: if `path` is a different file, or cannot be read.
     """
     if path.is_dir() or path.name == LADDER_FILE:
         rungs = [
@@ -161,7 +167,11 @@ def _part(path: Path, make: Callable[[Mapping[str, Any]], Made], notes: list[str
 
 
 def _open(path: Path, limit: int) -> bytes:
-    """Return the bytes of a regular file. Raises RunFolderError above `limit` bytes."""
+    """Read a regular file of at most `limit` bytes.
+
+    Raises:
+        RunFolderError: if the file is larger or cannot be read.
+    """
     try:
         with files.open_file(path.parent, path.name) as file:
             text = file.read(limit + 1)
@@ -175,9 +185,10 @@ def _open(path: Path, limit: int) -> bytes:
 
 
 def _read(path: Path) -> Mapping[str, Any]:
-    """Return the object of a JSON file.
+    """Read the JSON object in a file.
 
-    Raises RunFolderError for any version other than `VERSION`.
+    Raises:
+        RunFolderError: if the file is damaged, or its version is not `VERSION`.
     """
     try:
         text = _open(path, MAX_BYTES).decode()
@@ -197,9 +208,10 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _flame(title: str, path: Path, notes: list[str]) -> Flame | None:
-    """Return a flame graph as a data URI.
+    """Read a flame graph as a data URI; return None if the file is missing or invalid.
 
-    An SVG in an `img` element can neither run a script nor fetch anything.
+    A message about an invalid file is appended to `notes`. An SVG in an `img` element can neither
+    run a script nor fetch anything.
     """
     if not path.exists():
         return None
@@ -310,7 +322,7 @@ def _ratio(value: Any) -> Ratio:
 
 
 def _score(value: Any) -> str:
-    """Return a score in words, such as `accuracy 99.4 % (start 99.2 %)`."""
+    """Format a score, such as `accuracy 99.4 % (start 99.2 %)`."""
     row = _mapping(value)
     show = format_percent if row.get("unit") == "%" else format_number
     found, start = _number(row.get("value")), _number(row.get("start"))
@@ -318,7 +330,7 @@ def _score(value: Any) -> str:
 
 
 def _settings(value: Any) -> str:
-    """Return settings as `--set` accepts them, such as `optim.fused=true, train.threads=2`."""
+    """Format settings as `--set` accepts them, such as `optim.fused=true, train.threads=2`."""
     return ", ".join(
         f"{name}={_text(part)}"
         for name, part in list(_mapping(value).items())[:20]
@@ -339,7 +351,7 @@ def _rows(row: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number in the range of an axis; None for anything else."""
+    """Return the value as a float if it is a number of magnitude below 1e300, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e300:
         return None
     return float(value)
@@ -350,7 +362,10 @@ def _whole_number(value: Any) -> int | None:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text: a string as it is, a number short, an object as pairs."""
+    """Format a value from JSON as text.
+
+    A string is returned unchanged, a number is shortened, and an object becomes names and values.
+    """
     if value is None:
         return ""
     if isinstance(value, bool):

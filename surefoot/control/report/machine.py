@@ -1,4 +1,4 @@
-"""Figures and tables of a profile: roofline, operators, memory by category over time."""
+"""Figures and tables of a profile: roofline, operators, and memory by category over time."""
 
 from __future__ import annotations
 
@@ -39,7 +39,11 @@ KINDS = ("module", "operator")
 
 
 def draw_roofline(found: Roofline) -> Figure | None:
-    """Draw GFLOP/s over FLOPs per byte, both logarithmic, below the roof of each dtype."""
+    """Draw the operators and modules of a step as points below the roof of each dtype.
+
+    The axes are FLOPs per byte and GFLOP/s, both logarithmic. Return None if there is nothing to
+    draw.
+    """
     points = [
         (each, intensity, rate)
         for each in found.points
@@ -89,7 +93,7 @@ def draw_roofline(found: Roofline) -> Figure | None:
 
 
 def _position(point: RooflinePoint) -> tuple[float | None, float | None]:
-    """Return FLOPs per byte and GFLOP/s of a point; None if a count is unknown or 0."""
+    """Return FLOPs per byte and GFLOP/s of a point; (None, None) if a count is unknown or 0."""
     counts = [point.flops or 0.0, point.num_bytes or 0.0, point.elapsed_s or 0.0]
     if min(counts) <= 0:
         return None, None
@@ -102,7 +106,10 @@ def _find_frame(
     peaks: Sequence[float],
     bandwidth: float | None,
 ) -> Frame | None:
-    """Return the axes that hold the points, the roofs and the ridges; None without any of them."""
+    """Return axes that include the points, the roofs and the ridges; None if there are none.
+
+    `peaks` are in GFLOP/s and `bandwidth` in GB/s.
+    """
     ridges = [peak / bandwidth for peak in peaks] if bandwidth else []
     around = [ridge * factor for ridge in ridges for factor in (1 / 30, 10)]
     x = find_axis([*(each[1] for each in points), *around], log=True, decades=DECADES)
@@ -114,7 +121,7 @@ def _find_frame(
 
 
 def _roof(frame: Frame, peak: float, bandwidth: float | None) -> str:
-    """Return the path of min(peak, intensity * bandwidth) across the drawing."""
+    """Return the SVG path of the roof: min(peak, intensity * bandwidth), in GFLOP/s."""
     if bandwidth is None:
         return frame.line([(frame.x.low, peak), (frame.x.high, peak)])
     start = max(frame.x.low, frame.y.low / bandwidth)
@@ -125,7 +132,7 @@ def _roof(frame: Frame, peak: float, bandwidth: float | None) -> str:
 def _label_points(
     frame: Frame, points: Sequence[tuple[RooflinePoint, float, float]]
 ) -> Iterator[Words]:
-    """Yield names beside their markers; a name that would overlap another is left out."""
+    """Yield the names of points beside their markers; a name that would overlap is left out."""
     taken: list[tuple[float, float, float]] = []
     for point, intensity, rate in points:
         across, up = frame.x_of(intensity), frame.y_of(rate)
@@ -154,7 +161,7 @@ def _describe_point(point: RooflinePoint) -> str:
 
 
 def table_of_points(found: Roofline) -> TableRows | None:
-    """Return a table of the modules and operators that took longest, with what limits each."""
+    """Return a table of the operators and modules that took longest, and what limits them."""
     ranked = sorted(found.points, key=lambda each: -(each.elapsed_s or 0.0))[:MAX_ROWS]
     headers = (
         "operator or module",
@@ -195,7 +202,7 @@ def table_of_points(found: Roofline) -> TableRows | None:
 
 
 def describe_roofline(found: Roofline) -> list[tuple[str, str]]:
-    """Return the peaks of the device and the utilization of the step, in words."""
+    """Return labeled texts: the peaks of the device, and the utilization of the step."""
     peaks = ", ".join(
         f"{name} {format_giga(peak)} GFLOP/s" for name, peak in found.flops_per_s.items()
     )
@@ -210,7 +217,7 @@ def describe_roofline(found: Roofline) -> list[tuple[str, str]]:
 
 
 def table_of_operators(profile: Profile) -> TableRows | None:
-    """Return a table of the operators with the largest self time."""
+    """Return a table of the operators with the largest self time; None without operators."""
     ranked = sorted(profile.operators, key=lambda each: -(each.self_s or 0.0))[:MAX_ROWS]
     headers = ("operator", "calls", "self time", "share", "total time", "self memory", "FLOPs")
     total_s = math.fsum(each.self_s or 0.0 for each in profile.operators)
@@ -245,9 +252,10 @@ def _of(shown: int, every: int, what: str) -> str:
 
 
 def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
-    """Draw the memory categories stacked over time, each with a letter, and a table of the peak.
+    """Draw memory by category as stacked areas over time; return also a table of the peak.
 
-    The table lists the bytes of each category when their sum is largest.
+    The table lists the bytes of each category when their sum is largest. Return None if there is
+    nothing to draw.
     """
     count = len(memory.times_s)
     layers = {
@@ -319,7 +327,10 @@ def draw_memory(memory: MemoryRows) -> tuple[Figure, TableRows] | None:
 def _steps(
     frame: Frame, times: Sequence[float], columns: Sequence[int], values: Sequence[float]
 ) -> list[str]:
-    """Return the corners of a step function: each value holds until the next time."""
+    """Return the corners of a step function, in which each value holds until the next time.
+
+    A corner is the text "x y", in pixels.
+    """
     x = [f"{frame.x_of(times[at]):.1f}" for at in columns]
     y = [f"{frame.y_of(values[at] / MIB):.1f}" for at in columns]
     ends = [*x[1:], f"{frame.x_of(times[-1]):.1f}"]

@@ -1,6 +1,6 @@
-"""The HTML page: sections of figures and tables, written by templates that escape all text.
+"""Rendering of the HTML report by templates that escape all text.
 
-It is one file without scripts or remote assets.
+The report is one file without scripts or remote assets.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ TEMPLATES = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class PagePart:
-    """A figure, a table, images, text or commands, in that order; empty ones are left out."""
+    """Part of a section: figures, tables, images, commands and notes; empty ones are not shown.
+
+    `pairs` are names and values, `flames` flame graphs as images.
+    """
 
     title: str = ""
     figures: Sequence[Figure] = ()
@@ -38,7 +41,7 @@ class PagePart:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A headline, its anchor and the parts below it."""
+    """Section of the page: its title, the anchor for links, and its parts."""
 
     anchor: str
     title: str
@@ -46,7 +49,11 @@ class Section:
 
 
 def render(report: ReportPage) -> str:
-    """Return the whole HTML file. Raises MissingExtra without jinja2."""
+    """Return the content of the HTML file.
+
+    Raises:
+        MissingExtra: if jinja2 is not installed.
+    """
     with require_package("jinja2", "jinja2", extra="report", needed_for="surefoot report"):
         import jinja2
     environment = jinja2.Environment(
@@ -72,9 +79,10 @@ def render(report: ReportPage) -> str:
 
 
 def sanitize(value: Any) -> Any:
-    """Return text without control characters (direction marks among them), at most `MAX_TEXT` long.
+    """Remove control characters from text, and truncate the text to `MAX_TEXT` characters.
 
-    Other values are returned unchanged.
+    Direction marks count as control characters. `Whole` is not truncated. Values that are not text
+    are returned unchanged.
 
     >>> sanitize("exp\\u202egpj.exe"), sanitize("x" * 10_000)[-20:]
     ('exp?gpj.exe', '... (10,000 letters)')
@@ -156,7 +164,10 @@ def _summary(report: ReportPage) -> Iterator[PagePart]:
 
 
 def _comparison_table(runs: Sequence[RunRows], what: str) -> TableRows:
-    """Return a table with a row for each name and a column for each run."""
+    """Return a table with a row for each name and a column for each run.
+
+    `what` is the field of `RunRows` with the names and values.
+    """
     columns = [dict(_merge_pairs(getattr(run, what))) for run in runs]
     names = dict.fromkeys(name for column in columns for name in column)
     headers = ["", *(run.name for run in runs)] if len(runs) > 1 else ()
@@ -167,7 +178,7 @@ def _comparison_table(runs: Sequence[RunRows], what: str) -> TableRows:
 
 
 def _merge_pairs(pairs: Pairs) -> Iterator[tuple[str, str]]:
-    """Yield the pairs; a pair without a name is appended to the pair before it."""
+    """Yield (name, value) pairs; a value without a name is appended to the value before it."""
     merged: dict[str, str] = {}
     last = ""
     for name, value in pairs:
@@ -292,7 +303,10 @@ def _describe_saves(runs: Sequence[RunRows]) -> Iterator[PagePart]:
 def _newest(
     rows: Sequence[Sequence[str]], headers: Sequence[str], right: Sequence[str], what: str
 ) -> list[TableRows]:
-    """Return a table of the newest rows, which are the last; an empty list without rows."""
+    """Return a table of the last `MAX_ROWS` rows, which are the newest, as a list.
+
+    Without rows, the list is empty. `what` names the rows in the caption.
+    """
     caption = f"the newest {MAX_ROWS} of {len(rows):,} {what}" if len(rows) > MAX_ROWS else ""
     table = TableRows(headers=headers, rows=rows[-MAX_ROWS:], right=right, caption=caption)
     return [table] if rows else []

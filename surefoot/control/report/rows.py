@@ -1,4 +1,7 @@
-"""Data of a report: the records of runs, their profiles, and a ladder. Nothing is computed here."""
+"""Data of a report: the records of runs, their profiles, and a ladder of experiments.
+
+These classes compute nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,10 @@ Pairs = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True)
 class TableRows:
-    """Rows under their headers; the columns named in `right` hold numbers.
+    """Table of a report: rows under their headers; the columns named in `right` hold numbers.
 
-    `swatches` is the style number of the figure for each row. A table with `is_narrow` is placed
-    beside the part's figure if there is room.
+    `swatches` are color indices, one per row, that match the figure beside the table. A table with
+    `is_narrow` is placed beside the figure if the page is wide enough.
     """
 
     headers: Sequence[str]
@@ -30,7 +33,7 @@ class TableRows:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorRow:
-    """A row of `profile/operators.json`: the time, memory and FLOPs of an operator in the window.
+    """Row of `profile/operators.json`: time, memory and FLOPs of an operator in the profiled steps.
 
     `self_s` excludes the operators that it calls, `total_s` includes them.
     """
@@ -45,7 +48,7 @@ class OperatorRow:
 
 @dataclass(frozen=True, kw_only=True)
 class RooflinePoint:
-    """A point of the roofline: a module or an operator with its FLOPs, bytes and seconds."""
+    """Point of a roofline plot: a module or an operator with its FLOPs, bytes and seconds."""
 
     name: str
     kind: str
@@ -58,7 +61,7 @@ class RooflinePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Roofline:
-    """The peaks of a device, and the parts of a step below them; what is unknown is None."""
+    """Peaks of a device, and the operators and modules of a step; unknown values are None."""
 
     device: str
     flops_per_s: Mapping[str, float]
@@ -71,7 +74,7 @@ class Roofline:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRows:
-    """Bytes of each memory category at each time of a window."""
+    """Bytes of each memory category at each of the times `times_s`, during the profiled steps."""
 
     times_s: Sequence[float]
     categories: Mapping[str, Sequence[float | None]]
@@ -79,7 +82,7 @@ class MemoryRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Flame:
-    """A flame graph as an image: `uri` holds it, `file` is the path of the zoomable original."""
+    """Flame graph; `uri` is the image as a data URI, `file` the path of the zoomable original."""
 
     title: str
     uri: Whole
@@ -88,7 +91,7 @@ class Flame:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Output of `surefoot profile`; `notes` name the parts that cannot be read."""
+    """Output of `surefoot profile`; `notes` has a message for each part that cannot be read."""
 
     num_steps: int | None = None
     window_s: float | None = None
@@ -101,7 +104,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """An effect with its confidence interval, over n pairs."""
+    """Effect of a change as a ratio, with its confidence interval, over `n` pairs of runs."""
 
     estimate: float | None = None
     low: float | None = None
@@ -111,10 +114,11 @@ class Ratio:
 
 @dataclass(frozen=True, kw_only=True)
 class RungRow:
-    """A variant of a ladder: its change, its effects, and its standing.
+    """Variant in the results of `surefoot ladder`: its change, its effects, and its standing.
 
-    `standing` is `kept`, `rejected` or `skipped`. `time`, `memory`, `throughput` and `startup` are
-    ratios to the variant below, `total_time` and `total_memory` to the baseline.
+    `standing` is "kept", "rejected" or "skipped". `time`, `memory`, `throughput` and `startup` are
+    ratios to the variant below it in the ladder. `total_time` and `total_memory` are ratios to the
+    baseline.
     """
 
     name: str
@@ -135,7 +139,7 @@ class RungRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LadderRows:
-    """The results of `surefoot ladder`."""
+    """Results of `surefoot ladder`, which measures one optimization after another."""
 
     folder: str
     spec: str
@@ -150,7 +154,10 @@ class LadderRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRows:
-    """A run: its descriptions and its records; `evaluations` are those of the scored split."""
+    """Data of one run in a report: descriptions and event records.
+
+    `evaluations` are those of the split that decides the score.
+    """
 
     name: str
     headline: str
@@ -171,7 +178,7 @@ class RunRows:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportPage:
-    """The content of a page: runs, their differences, and the ladder they belong to."""
+    """Content of a report: runs, the differences between them, and a ladder of experiments."""
 
     runs: Sequence[RunRows]
     differences: TableRows | None = None

@@ -1,4 +1,7 @@
-"""The ladder of experiments: each variant with its intervals, whether it was kept, and why."""
+"""Figure and tables of the results of `surefoot ladder`, an experiment with optimizations.
+
+For each variant, they show the effects with intervals, whether it was kept, and why.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ ROW, WIDTH, LEFT, RIGHT = 26, 460, 150, 74
 
 
 def verdict(rung: RungRow) -> str:
-    """Return the standing of a variant, in capitals if rejected; n/a if unknown."""
+    """Return the standing of a variant, in capitals if it was rejected; `n/a` if unknown."""
     return rung.standing.upper() if rung.standing == REJECTED else rung.standing or UNKNOWN
 
 
 def format_ratio(ratio: Ratio) -> str:
-    """Return a ratio such as `0.82 (0.80 to 0.84)`; n/a where nothing was measured."""
+    """Format a ratio with its interval, such as `0.82 (0.80 to 0.84)`; `n/a` if not measured."""
     if ratio.estimate is None:
         return UNKNOWN
     if ratio.low is None or ratio.high is None:
@@ -27,9 +30,9 @@ def format_ratio(ratio: Ratio) -> str:
 
 
 def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
-    """Return three tables with a row for each variant: results, further ratios, and changes.
+    """Return three tables with one row per variant: results, further ratios, and changes.
 
-    Rejected variants are listed too, with the reason.
+    Rejected variants are included, with the reason.
     """
     headers = ("rung", "verdict", "time", "time from the start", "memory", "score", "reason")
     rows = [
@@ -73,7 +76,10 @@ def tables_of_rungs(ladder: LadderRows) -> list[TableRows]:
 
 
 def draw_rungs(ladder: LadderRows) -> Figure | None:
-    """Draw the time ratio of each variant to the one below; the vertical line is 1."""
+    """Draw the ratio of the time of each variant to that of the variant below it.
+
+    A vertical line marks the ratio 1. Return None if no time was measured.
+    """
     drawn = [
         rung
         for rung in ladder.rungs
@@ -139,7 +145,7 @@ def draw_rungs(ladder: LadderRows) -> Figure | None:
 
 
 def describe_ladder(ladder: LadderRows) -> list[tuple[str, str]]:
-    """Return the conditions of a ladder in words: runs, spec, device, baseline, best variant."""
+    """Return labeled texts: numbers of variants and runs, spec, device, baseline, best variant."""
     standings = [rung.standing for rung in ladder.rungs]
     return [
         (

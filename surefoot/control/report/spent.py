@@ -1,4 +1,4 @@
-"""Figures of the time of a run, and of its checkpoints, restarts and faults."""
+"""Figures and tables of the time of a run, and of its checkpoints, restarts and faults."""
 
 from __future__ import annotations
 
@@ -33,9 +33,14 @@ COMMITTED, FAULTED, BEGAN = 0, 1, 2  # markers of the history
 def draw_bars(
     title: str, runs: Sequence[RunRows], spent: Sequence[Mapping[str, float]]
 ) -> tuple[Figure, TableRows] | None:
-    """Draw a bar for each run, with its parts as shares of its time, and the table of the parts.
+    """Draw a bar for each run, divided into the parts of its time, and a table of the parts.
 
-    Each part has the letter of its row in the table.
+    Each part has the same letter in the bar and in the table. Return None if there are no parts.
+
+    Args:
+        title: title of the figure.
+        runs: runs, in the order of the bars.
+        spent: seconds of each part, for each run.
     """
     spent = [{name: value for name, value in each.items() if 0 < value < LARGEST} for each in spent]
     names = list(dict.fromkeys(name for each in spent for name in each))
@@ -123,7 +128,7 @@ def _cells(seconds: float | None, total: float) -> tuple[str, str]:
 
 
 def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
-    """Yield a table of the time of each phase and of a step, and one of the slow steps."""
+    """Yield a table of the seconds per step by phase, and if there are any, one of slow steps."""
     headers = ("phase", *SPREAD)
     rows = [[each.name, *_spread(each.a_step)] for each in phases.phases if each.total_s > 0]
     rows.append(["step", *_spread(phases.step)])
@@ -149,7 +154,7 @@ def tables_of_steps(phases: Phases) -> Iterator[TableRows]:
 
 
 def describe_phases(phases: Phases) -> Iterator[str]:
-    """Yield a sentence that compares the sum of the phases with an independent clock."""
+    """Yield a sentence that compares the sum of all phases with an independent clock."""
     if phases.coverage is not None:
         wall = format_seconds(phases.wall_s)
         yield (
@@ -163,7 +168,10 @@ def _spread(spread: Spread | None) -> list[str]:
 
 
 def draw_history(runs: Sequence[RunRows]) -> Figure | None:
-    """Draw checkpoints, restarts and faults over the steps, in a row for each run."""
+    """Draw checkpoints, restarts and faults over the steps, with one row per run.
+
+    Return None if there are none.
+    """
     steps = [step for run in runs for step in _steps(run)]
     x = find_axis([0, *map(float, steps)])
     if x is None or not any(

@@ -1,7 +1,8 @@
 """The roofline model: the minimum time of operators on given peaks, and which peak limits them.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline", 2009: attainable FLOP/s = min(peak, intensity *
-bandwidth). Results are None without a peak.
+bandwidth). The intensity is the number of FLOPs per byte. A result that needs an unknown peak is
+None.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MFU = "model FLOPs of a sample x samples/s / peak FLOP/s"
 
 
 def attainable_flops_per_s(intensity: float, peak_flops_per_s: float, bytes_per_s: float) -> float:
-    """Return the attainable FLOP/s at an intensity in FLOPs per byte.
+    """Return the attainable FLOP/s at an arithmetic intensity in FLOPs per byte.
 
     >>> attainable_flops_per_s(2, 100e9, 10e9), attainable_flops_per_s(50, 100e9, 10e9)
     (20000000000.0, 100000000000.0)
@@ -33,7 +34,7 @@ def attainable_flops_per_s(intensity: float, peak_flops_per_s: float, bytes_per_
 
 
 def ridge(peak_flops_per_s: float, bytes_per_s: float) -> float:
-    """Return the intensity in FLOPs per byte at which the roof becomes flat.
+    """Return the arithmetic intensity (FLOPs per byte) from which on compute is the limit.
 
     >>> ridge(100e9, 10e9)
     10.0
@@ -43,7 +44,7 @@ def ridge(peak_flops_per_s: float, bytes_per_s: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorWork:
-    """Work of the calls of one operator in one dtype, in a step.
+    """Work of all calls of one operator with one dtype in a step.
 
     `model_flops` are the FLOPs of the matmuls that the model itself requires, without
     recomputation.
@@ -63,7 +64,8 @@ class OperatorWork:
 class Point:
     """An operator or a module on the roofline.
 
-    `least_s` is the minimum time that the peaks allow, `bound` the peak that limits it.
+    `least_s` is the minimum time that the peaks allow, in seconds. `bound` says whether compute or
+    memory limits it.
     """
 
     name: str
@@ -79,12 +81,15 @@ class Point:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs per byte; None without bytes."""
+        """FLOPs per byte; None if the number of bytes is 0."""
         return self.flops / self.num_bytes if self.num_bytes else None
 
     @property
     def share_of_roof(self) -> float | None:
-        """Attained share of the roof; above 1 where the data was in a cache."""
+        """Minimum time divided by measured time; None if unknown.
+
+        It is above 1 if the data was in a cache.
+        """
         return (
             self.least_s / self.elapsed_s
             if self.least_s is not None and self.elapsed_s > 0
@@ -102,10 +107,10 @@ class Point:
 
 
 def find_point(name: str, kind: Kind, works: Sequence[OperatorWork], peaks: Peaks) -> Point:
-    """Return `works` as one point, with times and counts added up.
+    """Return the sum of `works` as one point.
 
-    It is bound by compute or memory, whichever needs more time for the sum of `works` on the peaks
-    of their dtypes.
+    The point is bound by compute or by memory, whichever needs more time for all of `works` at the
+    peaks of their dtypes.
     """
     compute_s: float | None = 0.0
     memory_s: float | None = 0.0
@@ -146,9 +151,10 @@ def _compute_s(work: OperatorWork, peaks: Peaks) -> float | None:
 
 
 def fusible_share(points: Iterable[Point]) -> float | None:
-    """Return the share of operator time in memory-bound operators that a compiler could fuse.
+    """Return the fraction of operator time in memory-bound operators that a compiler could fuse.
 
-    These are pointwise operators, norms, reductions and copies. None without peaks.
+    A compiler can fuse pointwise operators, norms, reductions and copies. None if the peaks are
+    unknown.
     """
     operators = [point for point in points if point.kind == "operator"]
     total_s = sum(point.elapsed_s for point in operators)
@@ -165,7 +171,7 @@ def fusible_share(points: Iterable[Point]) -> float | None:
 
 
 def format_giga(value: float | None) -> str:
-    """Return a number in units of 10^9, as tables of FLOP/s and bytes/s show it.
+    """Return a number divided by 10^9 as text, for tables of FLOP/s and bytes/s.
 
     >>> format_giga(9.5e10), format_giga(None)
     ('95', 'n/a')
@@ -175,7 +181,7 @@ def format_giga(value: float | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Utilization:
-    """Model FLOPs utilization with its terms; `source` is the origin of the peak."""
+    """Terms of the model FLOPs utilization of a run; `source` is the origin of the peak."""
 
     flops_per_sample: float
     peak_flops_per_s: float | None
@@ -183,16 +189,16 @@ class Utilization:
     source: str
 
     def share(self, samples_per_s: float | None) -> float | None:
-        """Return the share of the peak that the model's matmuls use, without recomputation.
+        """Return the fraction of the peak FLOP/s that the model's matmuls use.
 
-        None without a peak or a throughput.
+        Recomputation is not counted. None if the peak or the throughput is unknown.
         """
         if samples_per_s is None or not self.peak_flops_per_s:
             return None
         return self.flops_per_sample * samples_per_s / self.peak_flops_per_s
 
     def words(self, samples_per_s: float | None) -> str:
-        """Return the formula with its values.
+        """Return the formula of the utilization with its values, as text.
 
         >>> Utilization(
         ...     flops_per_sample=2e6, peak_flops_per_s=1e11, dtype="fp32", source="measured"
@@ -208,9 +214,9 @@ class Utilization:
 
 
 def read_utilization(text: str) -> Utilization | None:
-    """Return the utilization in the text of `roofline.json`.
+    """Return the utilization in the text of a `roofline.json`.
 
-    None if the text is invalid or of another version.
+    None if the text is invalid or has a different format version.
     """
     try:
         row = json.loads(text)

@@ -1,8 +1,8 @@
 """FLOPs of matmuls, convolutions, attention, recurrent layers and norms, from their sizes.
 
-All counts follow docs/concepts/roofline.md: a multiply and its add are two FLOPs; a bias that is
-added in the same call counts nothing; padding is counted like data; causal attention counts only
-the unmasked pairs.
+All counts follow docs/concepts/roofline.md. A multiplication and its addition are two FLOPs. A bias
+that is added in the same call is not counted. Padding is counted like data. For causal attention
+only the unmasked pairs are counted.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def product_flops(out_elements: int, inner: int) -> int:
 
 
 def convolution_flops(weight: Sequence[int], out_elements: int) -> int:
-    """Return the FLOPs of a convolution with a weight of that shape.
+    """Return the FLOPs of a convolution with a weight of shape `weight`.
 
-    The shape is (out channels, in channels / groups, kernel ...). For a transposed convolution
-    `out_elements` is the number of its input elements.
+    The shape is (out channels, in channels / groups, *kernel size). `out_elements` is the number of
+    output elements, or, for a transposed convolution, of input elements.
 
     >>> convolution_flops((8, 3, 5, 5), out_elements=2 * 8 * 28 * 28)
     1881600
@@ -42,9 +42,9 @@ def convolution_flops(weight: Sequence[int], out_elements: int) -> int:
 
 
 def attention_pairs(queries: int, keys: int, *, causal: bool) -> int:
-    """Return the number of (query, key) pairs in one head, without masked ones.
+    """Return the number of (query, key) pairs in one attention head, without masked pairs.
 
-    The i-th query of causal attention uses the first i keys.
+    In causal attention the i-th query uses the first i keys.
 
     >>> attention_pairs(4, 4, causal=False)
     16
@@ -58,18 +58,20 @@ def attention_pairs(queries: int, keys: int, *, causal: bool) -> int:
 
 
 def attention_flops(pairs: int, key_size: int, value_size: int) -> tuple[int, int]:
-    """Return the FLOPs of fused attention, forward: (all, the two matmuls).
+    """Return the FLOPs of the forward pass of fused attention: (total, matmuls only).
 
-    `pairs` are those of all heads. The first number includes the softmax.
+    `pairs` is the number of (query, key) pairs in all heads. The total includes the softmax; there
+    are two matmuls.
     """
     products = 2 * pairs * (key_size + value_size)
     return products + SOFTMAX * pairs, products
 
 
 def attention_backward_flops(pairs: int, key_size: int, value_size: int) -> tuple[int, int]:
-    """Return the FLOPs of fused attention, backward: (all, the four matmuls of the gradients).
+    """Return the FLOPs of the backward pass of fused attention: (total, matmuls only).
 
-    The first number includes the recomputation of the scores and the softmax.
+    `pairs` is the number of (query, key) pairs in all heads. The second number has the four matmuls
+    of the gradients. The total also includes the softmax and the recomputation of the scores.
     """
     asked = 4 * pairs * (key_size + value_size)
     again = 2 * pairs * key_size + 2 * pairs
@@ -77,9 +79,10 @@ def attention_backward_flops(pairs: int, key_size: int, value_size: int) -> tupl
 
 
 def recurrent_flops(rows: int, inputs: int, hidden: int, gates: int) -> tuple[int, int]:
-    """Return the FLOPs of a recurrent layer, forward, one direction: (all, matmuls).
+    """Return the FLOPs of a recurrent layer's forward pass in one direction: (total, matmuls only).
 
-    `rows` is time * batch.
+    `rows` is sequence length * batch size. `gates` is 4 for an LSTM, 3 for a GRU and 1 for a plain
+    RNN.
 
     >>> recurrent_flops(rows=1, inputs=3, hidden=2, gates=4)
     (106, 80)
@@ -89,7 +92,7 @@ def recurrent_flops(rows: int, inputs: int, hidden: int, gates: int) -> tuple[in
 
 
 def norm_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
-    """Return the FLOPs of a norm's forward pass.
+    """Return the FLOPs of the forward pass of a normalization layer, "layer" or "rms".
 
     Work that is done once per row (the root, the division by the count) is not counted.
     """
@@ -97,10 +100,10 @@ def norm_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
 
 
 def norm_backward_flops(elements: int, kind: str, *, weight: bool, bias: bool) -> int:
-    """Return the FLOPs of a norm's backward pass.
+    """Return the FLOPs of the backward pass of a normalization layer, "layer" or "rms".
 
-    Per element a weight adds three FLOPs (its product with the gradient, and its gradient), a bias
-    one.
+    For each element a weight adds three FLOPs: one for its product with the gradient, and two for
+    its own gradient. A bias adds one.
     """
     return elements * (NORM_BACKWARD[kind] + 3 * weight + bias)
 
@@ -108,9 +111,10 @@ def norm_backward_flops(elements: int, kind: str, *, weight: bool, bias: bool) -
 def training_bytes(parameters: int, *, number_bytes: int = 4, states: int = 2) -> dict[str, int]:
     """Return the bytes that training needs for any batch: weights, gradients and optimizer state.
 
-    `states` is the number of state elements per parameter (Adam and AdamW: 2). In fp32 with Adam
-    the sum is 16 bytes per parameter. 70 B parameters are 280 GB of weights, 3.5 devices of 80 GB;
-    175 B are 700 GB.
+    `number_bytes` is the size of a number, 4 for fp32. `states` is the number of optimizer state
+    elements per parameter, 2 for Adam and AdamW. In fp32 with Adam the sum is 16 bytes per
+    parameter. For example, 70 B parameters have 280 GB of weights, which fill 3.5 devices of 80 GB;
+    175 B parameters have 700 GB.
 
     >>> training_bytes(70 * 10**9)
     {'parameters': 280000000000, 'gradients': 280000000000, 'optimizer': 560000000000}
@@ -126,9 +130,10 @@ def transformer_flops(
 ) -> int:
     """Return the FLOPs of a transformer's training step: 6 * parameters * tokens, and attention.
 
-    Kaplan et al. 2020; Chowdhery et al. 2022 (PaLM), appendix B. Each parameter and token cost one
-    multiply-add forward and two backward; attention has two matmuls over the pairs, and twice that
-    backward. PaLM also counts the masked half.
+    Kaplan et al. 2020; Chowdhery et al. 2022 (PaLM), appendix B. For each token, a parameter costs
+    one multiplication and addition in the forward pass, and two in the backward pass. Attention has
+    two matmuls over the (query, key) pairs in the forward pass, and four in the backward pass.
+    Masked pairs are not counted, although PaLM counts them.
 
     >>> transformer_flops(1000, tokens=8, layers=1, width=4, length=4)
     48960

@@ -1,1 +1,1 @@
-"""Facts about this process: owner of a stack frame, launcher, memory limits, forking."""
+"""Facts about this process: launcher, memory limits, signals, forks and owners of stack frames."""

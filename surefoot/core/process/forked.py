@@ -1,4 +1,4 @@
-"""Keep forked processes from writing, ending or deleting what they inherit from their parent."""
+"""Prevent forked child processes from damaging files, locks and objects of their parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _inherited: list[Any] = []  # objects of the parent of this process
 
 
 class OwningProcess:
-    """The process that made this object; processes forked from it must not use what it owns."""
+    """Guard of an object that may be used only in the process that created it, not after a fork."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -35,7 +35,10 @@ class OwningProcess:
         )
 
     def check(self, what: str) -> None:
-        """Raise InputError in another process than the owner."""
+        """Raise InputError if this process is not the one that created the object.
+
+        `what` names the object in the message.
+        """
         if os.getpid() != self._process:  # called at every step
             raise InputError(
                 self.describe(what),
@@ -47,37 +50,39 @@ class OwningProcess:
 
 
 def uses_gpu() -> bool:
-    """Return whether this process has used CUDA, which a process forked from it then cannot use.
+    """Return whether this process has initialized CUDA; its forked children then cannot use CUDA.
 
-    Neither imports torch nor initializes CUDA.
+    The check neither imports torch nor initializes CUDA.
     """
     return bool(getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)())
 
 
 def call_in_children(owner: Any, call: Callable[[Any], None]) -> None:
-    """Call `call(owner)` in every process forked from this one while `owner` lives.
+    """Register `call(owner)` to run in every process that is forked from this one.
 
-    The call happens before the fork returns in the child.
+    The call runs in the child before the fork returns there. The registration ends when `owner` is
+    garbage-collected.
     """
     _calls[owner] = call
 
 
 def make_lock(owner: Any) -> None:
-    """Give `owner` a `_lock`, and a new one in each process forked from this one.
+    """Set `owner._lock` to a new lock, now and in each process that is forked from this one.
 
-    Another thread may hold the lock at the fork, and the child has no such thread that could
-    release it.
+    If another thread holds the lock during a fork, the child inherits a locked lock, but not the
+    thread that could release it.
     """
     owner._lock = threading.Lock()
     call_in_children(owner, make_lock)
 
 
 def never_end_in_children(owner: Any) -> None:
-    """Keep processes forked from this one from finalizing `owner`.
+    """Prevent the finalizer of `owner` from running in processes forked from this one.
 
-    Its `__del__` ends resources of this process. A child that collects an iterator of a DataLoader
-    raises "can only test a child process" for each worker, on stderr; one that closes a generator
-    runs its `finally`, which may delete files that the parent still reads.
+    The finalizer would release resources of this process. For example, a child that collects a
+    DataLoader iterator prints "can only test a child process" to stderr for each worker. A child
+    that closes a generator runs its `finally` block, which may delete files that the parent still
+    reads.
     """
     try:
         _kept.add(owner)
@@ -86,7 +91,7 @@ def never_end_in_children(owner: Any) -> None:
 
 
 def _hold() -> None:
-    # strong references, before the fork: a collection in the child finds them in use
+    # strong references from before the fork, so that garbage collection in the child frees nothing
     _forking.held = list(_kept)
 
 
@@ -96,11 +101,11 @@ def _let_go() -> None:
 
 def _begin_child() -> None:
     _inherited.extend(_forking.held)
-    # Leave the parent's garbage where it is. To free a destroyed process group waits for ever for
-    # threads that the child does not have; to free what lies on a GPU aborts the child.
+    # Do not free the parent's garbage. Freeing a destroyed process group would wait forever for
+    # threads that the child does not have; freeing GPU memory would abort the child.
     gc.freeze()
-    # the workers of the parent: multiprocessing ends those in its list at exit, whichever process
-    # started them
+    # the workers of the parent: at exit multiprocessing ends all workers in its list, even those
+    # that another process started
     getattr(sys.modules.get("multiprocessing.process"), "_children", set()).clear()
     for owner, call in list(_calls.items()):
         call(owner)

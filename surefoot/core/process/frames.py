@@ -1,4 +1,4 @@
-"""Find out whose code a stack frame belongs to, from the folder of its file."""
+"""Classify stack frames as surefoot, library or user code by the path of their source file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LIBRARY_FOLDERS = ("site-packages", "dist-packages")
 
 
 def is_of_surefoot(file: str, below: str = "") -> bool:
-    """Return whether `file` is a module of this package, or of its subfolder `below`.
+    """Return whether `file` is a module of surefoot, in its subfolder `below` if that is not "".
 
-    A built-in task counts as user code.
+    The result is False for the modules of built-in tasks, because these count as user code.
 
     >>> is_of_surefoot(__file__), is_of_surefoot("/home/me/surefoot/train/task.py")
     (True, False)
@@ -33,7 +33,7 @@ def is_of_surefoot(file: str, below: str = "") -> bool:
 def is_of_library(file: str) -> bool:
     """Return whether `file` belongs to Python or an installed package.
 
-    Also true for code without a file, such as `<string>`.
+    Code without a file, such as `<string>`, counts as library code.
 
     >>> import enum
     >>> is_of_library(enum.__file__), is_of_library("/home/me/lib/python/task.py")
@@ -45,7 +45,7 @@ def is_of_library(file: str) -> bool:
 
 
 def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """Return the innermost frame of the traceback in user code; None if there is none."""
+    """Return the innermost user-code frame in the traceback of `error`; None if there is none."""
     chosen = None
     for frame, summary in zip(
         traceback.walk_tb(error.__traceback__),
@@ -61,9 +61,9 @@ def find_user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def is_of_torch(file: str, below: str = "") -> bool:
-    """Return whether `file` is a module of torch, or of its subfolder `below`.
+    """Return whether `file` is a module of torch, in its subfolder `below` if that is not "".
 
-    torch is located without importing it.
+    The folder of torch is found without importing torch.
     """
     folder = _torch_folder()
     return folder is not None and _is_in(_resolve(file), os.path.join(folder, below))

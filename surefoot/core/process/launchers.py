@@ -1,6 +1,7 @@
-"""Launchers whose variables surefoot does not read: Slurm's srun, MPI, jsrun, Flux, PALS.
+"""Detect launchers whose variables surefoot does not read: srun, MPI, jsrun, Flux, PALS.
 
-They start a command several times, and each process would train alone.
+Such a launcher starts a command several times. Without the rank variables of torchrun, each of
+these processes would train the whole task alone.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ LAST_STEP = 0xFFFF_FFF0
 
 @dataclass(frozen=True, kw_only=True)
 class Tasks:
-    """Several processes that run one command: launcher, number, its variable, number of hosts.
+    """Processes that a launcher started from one command.
 
-    `number` is None if it is unknown.
+    `number` is their number, None if unknown. `variable` is the environment variable by which they
+    were detected. `num_hosts` is the number of hosts, None if unknown.
     """
 
     launcher: str
@@ -56,7 +58,7 @@ LAUNCHERS = (
     ),
     _Launcher(name="flux run", size="FLUX_JOB_SIZE", rank="FLUX_TASK_RANK"),
 )
-PROTOCOLS = (  # spoken by several launchers, srun among them
+PROTOCOLS = (  # used by several launchers, including srun
     _Launcher(name="mpirun", size="PMI_SIZE", rank="PMI_RANK", local_size="MPI_LOCALNRANKS"),
     _Launcher(name="mpirun", size="MPI_LOCALNRANKS", rank="MPI_LOCALRANKID"),
     _Launcher(name="mpiexec", size="PALS_LOCAL_SIZE", rank="PALS_RANKID"),
@@ -66,9 +68,9 @@ RANKS_ALONE = (("PALS_RANKID", "mpiexec"), ("PMIX_RANK", "mpirun"), ("ALPS_APP_P
 
 
 def find_tasks(environ: Mapping[str, str]) -> Tasks | None:
-    """Return the tasks of which this process is one, if no rank variables are set.
+    """Return the processes that a launcher started, including this one.
 
-    None for a single process.
+    None if this process is the only one, or if RANK or WORLD_SIZE is set.
 
     >>> find_tasks({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}).number
     4
@@ -104,9 +106,9 @@ def _find_named(environ: Mapping[str, str], launchers: Sequence[_Launcher]) -> T
 
 
 def _find_slurm_tasks(environ: Mapping[str, str]) -> Tasks | None:
-    """Return the tasks of the srun step of this process.
+    """Return the tasks of the srun job step to which this process belongs.
 
-    None in a batch script or an interactive shell.
+    None in a batch script, in an interactive shell, and for a job step of one task.
     """
     if "SLURM_PROCID" not in environ:
         return None
@@ -131,7 +133,7 @@ def _count(environ: Mapping[str, str], name: str) -> int:
 
 
 def describe(tasks: Tasks) -> tuple[str, str]:
-    """Return the error message for `tasks`, and the command line to use instead."""
+    """Return the error message for `tasks`, and a hint with the command line to use instead."""
     number = "several" if tasks.number is None else str(tasks.number)
     shown = (
         f" ({tasks.variable}={tasks.number})"

@@ -1,4 +1,4 @@
-"""Memory limits of this process, by its cgroups and `ulimit -v`, and its out-of-memory kills."""
+"""Memory limits of this process (host, cgroups, `ulimit -v`) and its out-of-memory kills."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2^63 for no limit
 
 
 class Limit(NamedTuple):
-    """A limit of `num_bytes` of memory, and what sets it, in words."""
+    """Memory limit in bytes; `source` says in words what sets it."""
 
     num_bytes: int
     source: str
@@ -27,7 +27,10 @@ class Limit(NamedTuple):
 
 
 def find_limit(root: Path | None = None) -> Limit:
-    """Return the smallest of host memory, the cgroup limits of this process and `ulimit -v`."""
+    """Return the smallest memory limit: host memory, cgroups of this process or `ulimit -v`.
+
+    `root` is the folder that contains /proc and /sys; None for the root of the file system.
+    """
     return min(_limits(root), key=lambda each: each.num_bytes)
 
 
@@ -43,9 +46,10 @@ def _limits(root: Path | None) -> Iterator[Limit]:
 
 
 def find_available_bytes(root: Path | None = None) -> int:
-    """Return the bytes that this process may still allocate: the least left by any limit.
+    """Return the number of bytes that this process may still allocate.
 
-    The limits are those of the host, its cgroups and `ulimit -v`.
+    This is the smallest remainder of all limits (host, cgroups of this process, `ulimit -v`).
+    `root` is as in `find_limit`.
     """
     left = [psutil.virtual_memory().available]
     for folder in _cgroups(root):
@@ -64,7 +68,10 @@ def find_available_bytes(root: Path | None = None) -> int:
 
 
 def count_kills(root: Path | None = None) -> int:
-    """Return how many processes of this cgroup the kernel killed for memory; 0 if unknown."""
+    """Return how many processes of this cgroup the kernel killed for lack of memory; 0 if unknown.
+
+    `root` is as in `find_limit`.
+    """
     return max(
         (
             _entries(folder / name).get("oom_kill", 0)
@@ -76,7 +83,7 @@ def count_kills(root: Path | None = None) -> int:
 
 
 def _cgroups(root: Path | None) -> Iterator[Path]:
-    """Yield the folders of this process's memory cgroups, up to the topmost visible one."""
+    """Yield the folders of this process's memory cgroups, from its own to the topmost visible."""
     top = ROOT if root is None else root
     for line in _text(top / "proc" / "self" / "cgroup").splitlines():
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -99,7 +106,7 @@ def _number(path: Path) -> int | None:
 
 
 def _entries(path: Path) -> dict[str, int]:
-    """Return the numbers in a file of lines such as `oom_kill 2`, by name."""
+    """Return the numbers in a file with lines such as `oom_kill 2`: a dict from name to number."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) == 2 and row[1].isdecimal()}
 

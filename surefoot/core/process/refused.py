@@ -1,4 +1,7 @@
-"""Recognize out-of-memory errors; imports nothing large, since memory may be exhausted."""
+"""Recognize out-of-memory errors.
+
+The module imports nothing large, because memory may be exhausted when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,9 @@ TYPES = ("OutOfMemoryError", "AcceleratorOutOfMemoryError")
 
 
 def is_refused(error: BaseException | None) -> bool:
-    """Return whether `error`, or its cause, says that memory was refused, on host or device.
+    """Return whether `error`, or an error in its `__cause__` chain, is an out-of-memory error.
+
+    Both host memory and device memory count.
 
     >>> is_refused(MemoryError()), is_refused(RuntimeError("std::bad_alloc"))
     (True, True)
@@ -51,9 +56,10 @@ def is_refused(error: BaseException | None) -> bool:
 
 
 def _is_from_import(frames: TracebackType | None) -> bool:
-    """Return whether torch failed while it was imported, which under `ulimit -v` is for memory.
+    """Return whether an error was raised while torch was being imported.
 
-    Its C code reports a refused allocation with messages such as "Unable to create type object".
+    Under `ulimit -v` such an error means that memory ran out: torch's C code reports a failed
+    allocation with messages such as "Unable to create type object".
     """
     while frames is not None:
         code, names = frames.tb_frame.f_code, frames.tb_frame.f_globals

@@ -33,12 +33,12 @@ ENDINGS = {  # signal -> what it does to a run, its display name, the exit code
 }
 # handled only where no handler is set: submitit has one for SIGUSR2
 OURS_BY_DEFAULT = ("SIGUSR2", "SIGXCPU")
-# asks a rank for the stacks of its threads: no scheduler sends it, as SIGUSR1 and SIGUSR2 are sent
+# requests the stacks of a rank's threads; schedulers send SIGUSR1 and SIGUSR2, but not this one
 STACKS_SIGNAL: int = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
-# seconds in which repeats are ignored: a user presses Ctrl-C twice; a scheduler's signals meet a
-# busy machine
+# seconds in which repetitions are ignored: a user presses Ctrl-C twice; the signals of a scheduler
+# arrive late on a busy host
 ECHO_S = {"SIGINT": 1.0, **dict.fromkeys(("SIGTERM", "SIGHUP", "SIGUSR2", "SIGXCPU"), 5.0)}
 _before: dict[int, Any] = {}  # what each signal did before this process first set a handler
 
@@ -59,9 +59,10 @@ def _unblock_sigterm() -> None:
 
 
 def _leave_to_child() -> None:
-    """Restore the previous SIGTERM handler in a child process.
+    """Restore, in a forked child, the SIGTERM handler from before the first `listen`.
 
-    `Process.terminate()` and the end of a Pool send SIGTERM to end children.
+    `Process.terminate()` and a Pool that ends send SIGTERM to end their children, so the signal
+    must have its usual effect there.
     """
     before = _before.pop(signal.SIGTERM, None)
     _before.clear()
@@ -79,17 +80,18 @@ if hasattr(os, "register_at_fork"):
 def listen(
     number: int, on_signal: Callable[[], None], *, has_echo: bool = False
 ) -> Callable[[], None]:
-    """Make a signal call `on_signal`; return a function that restores the previous handler.
+    """Call `on_signal` on signal `number`; return a function that restores the previous handler.
 
-    With `has_echo`, repeats within a short time are ignored: a scheduler sends a signal to every
-    process of a job, their launcher among them, which forwards it to its ranks.
+    With `has_echo`, repetitions of the signal within `ECHO_S` seconds are ignored. A scheduler
+    sends a signal to every process of a job, including the launcher, and the launcher forwards it
+    to its ranks.
 
-    In a forked process SIGTERM works as before. Other signals reach a whole job: there the first
-    one is ignored, so that workers outlive the step that needs them, and the second one does what
-    it did before.
+    In a forked process SIGTERM has its previous handler. Other signals are sent to all processes of
+    a job, so a forked process ignores the first one: a worker must live until the end of the step
+    that needs it. The second one has its previous effect.
 
-    Nothing changes outside the main thread, which alone handles signals, in a process that ignores
-    this signal, or where one of `OURS_BY_DEFAULT` has a handler already.
+    The handler is not changed outside the main thread, in a process that ignores the signal, and
+    for a signal of `OURS_BY_DEFAULT` that already has a handler.
     """
     before, last_s = signal.getsignal(number), -math.inf
     name = signal.Signals(number).name
@@ -132,9 +134,9 @@ def listen(
 
 @contextlib.contextmanager
 def exit_on_signal() -> Iterator[None]:
-    """Raise SystemExit in the block on an ending signal, except Ctrl-C.
+    """Raise SystemExit inside the block on SIGTERM, SIGHUP, SIGUSR2 or SIGXCPU.
 
-    Processes and folders that the block made are thus cleaned up.
+    The code in the block can then clean up its processes and folders. Ctrl-C is not changed.
     """
 
     def end(code: int) -> None:
@@ -150,15 +152,15 @@ def exit_on_signal() -> Iterator[None]:
 
 
 def process_control() -> Any:
-    """Return prctl(2) of the C library, on Linux; None elsewhere."""
+    """Return the C function prctl(2) on Linux; None on other systems."""
     return ctypes.CDLL(None).prctl if sys.platform.startswith("linux") else None
 
 
 def make_parent_death_hook(parent: int) -> Callable[[], None]:
-    """Return a function for a new process to call first, so that it dies with its parent.
+    """Return a function that a new process must call first, so that it dies with its parent.
 
-    The kernel kills the process when `parent` ends; the function kills it at once if that has
-    happened.
+    After the call the Linux kernel kills the process when the process `parent` ends. If `parent`
+    has already ended, the call kills the process at once.
     """
     control = process_control()
 

@@ -1,1 +1,1 @@
-"""Layouts of ranks and stragglers, as pure functions that need no running rank."""
+"""Layouts of ranks and detection of stragglers, as functions that need no running rank."""

@@ -1,7 +1,7 @@
-"""Layout of the ranks of a run: ranks per axis of the mesh, and errors for layouts that do not fit.
+"""Layout of the ranks of a run: the number of ranks on each axis of the device mesh.
 
-`replicate` ranks hold the same weights; `shard` ranks each hold a part of what `stage` names; all
-of them read different samples. Further axes will multiply in the same way.
+Ranks on the `replicate` axis have the same weights. Ranks on the `shard` axis each store a part of
+the state that the ZeRO stage shards. All ranks read different samples.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Transport = Literal["auto", "shared_memory", "gloo"]  # of ranks on CPUs
 class Layout:
     """Number of ranks on each axis, and the ZeRO stage of the shard axis.
 
-    Ranks with consecutive numbers are on the same shard axis: `replicate` is the outer axis.
+    Consecutive ranks share one replica: `replicate` is the outer axis, `shard` the inner one.
 
     Args:
         replicate: Number of replicas of the state.
         shard: Number of ranks that share one replica.
-        stage: ZeRO stage (Rajbhandari et al., 2020): 1 splits the optimizer state, 2 also
-            gradients, 3 also weights.
+        stage: ZeRO stage (Rajbhandari et al., 2020): 1 shards the optimizer state, 2 also the
+            gradients, 3 also the weights.
 
     >>> Layout.parse("replicate=2,shard=2,stage=1").world_size
     4
@@ -40,7 +40,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read `replicate=2,shard=2,stage=3`; `1` is one process. Raises SpecError."""
+        """Read a text such as `replicate=2,shard=2,stage=3`; `1` is one process.
+
+        Raises SpecError for any other text.
+        """
         if text.strip() == "1":
             return cls()
         values: dict[str, int] = {}
@@ -82,7 +85,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """True if a rank holds only a part of the state."""
+        """True if a rank stores only a part of the state."""
         return self.shard > 1
 
     def __str__(self) -> str:
@@ -93,8 +96,8 @@ class Layout:
 def fit(world_size: int, replicate: int | None, shard: int = 1, stage: int = 3) -> Layout:
     """Return the layout of a run on `world_size` ranks.
 
-    A `replicate` of None becomes world_size / shard. Raises SpecError if the axes do not
-    multiply to `world_size`.
+    If `replicate` is None, it becomes world_size / shard. Raises SpecError if replicate * shard is
+    not `world_size`.
     """
     are = f"there {'is' if world_size == 1 else 'are'} {world_size} rank{'s' * (world_size != 1)}"
     if world_size % shard:

@@ -1,6 +1,6 @@
-"""Map files into memory without keeping a descriptor open.
+"""Map files into memory without keeping a file descriptor open.
 
-Python's mmap keeps one open for each mapping, and a process may have 1,024.
+Python's mmap keeps a descriptor open for each mapping, but a process can often open only 1,024.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def map_file(descriptor: int, size: int) -> Any:
-    """Map `size` bytes of a file, shared with all processes that map it.
+    """Map the first `size` bytes of a file into memory that all processes with that file share.
 
     Returns a ctypes array of bytes, which is unmapped when it is garbage-collected; None if the
-    system refuses.
+    system refuses the mapping.
     """
     calls = _calls()
     address = calls.mmap(
@@ -30,9 +30,9 @@ def map_file(descriptor: int, size: int) -> Any:
 
 
 def release_pages(address: int, size: int) -> None:
-    """Release the memory of a mapped range; its content stays in the file.
+    """Release the physical memory of a mapped range; its content stays in the file.
 
-    The content is read again when it is accessed: madvise(2), MADV_DONTNEED.
+    The content is read again when the range is accessed. The call is madvise(2) with MADV_DONTNEED.
     """
     _calls().madvise(address, size, mmap.MADV_DONTNEED)
 

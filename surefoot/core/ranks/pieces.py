@@ -8,7 +8,11 @@ from surefoot.core.errors import SpecError
 
 
 def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int) -> None:
-    """Raise SpecError if the smallest batch has fewer microbatches than there are ranks."""
+    """Raise SpecError if the smallest batch has fewer microbatches than there are ranks.
+
+    `batches` are the batch sizes of the run. If `microbatch` is None, a microbatch may be a single
+    sample.
+    """
     smallest = min(batches)
     pieces = smallest if microbatch is None else -(-smallest // microbatch)
     if pieces < num_ranks:
@@ -25,9 +29,10 @@ def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int)
 def check_equal_passes(
     batches: Iterable[int], microbatch: int | None, num_ranks: int, *, has_ramp: bool = False
 ) -> None:
-    """Raise SpecError if ranks compute different numbers of forward passes in a step.
+    """Raise SpecError if ranks would compute different numbers of forward passes in a step.
 
-    With synchronized BatchNorm a rank with more passes would wait for the others.
+    With synchronized BatchNorm a rank with more passes would wait for the others. `batches` are the
+    batch sizes of the run. A run with a batch ramp (`has_ramp`) is always refused.
     """
     for batch in batches:
         size = microbatch or -(-batch // num_ranks)
@@ -43,7 +48,7 @@ def check_equal_passes(
 
 
 def check_virtual(virtual_ranks: int, num_ranks: int) -> None:
-    """Raise SpecError if the virtual ranks cannot be divided evenly among the ranks."""
+    """Raise SpecError if the number of virtual ranks is not a multiple of the number of ranks."""
     if virtual_ranks % num_ranks:
         legal = [str(each) for each in range(1, virtual_ranks + 1) if virtual_ranks % each == 0]
         raise SpecError(

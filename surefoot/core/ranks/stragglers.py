@@ -1,19 +1,23 @@
 """Stragglers: which rank is last in synchronized steps, how often, at what cost and why.
 
-**The rule.** A rank is *behind* in a step when its busy time (data, forward and backward passes and
-update, the time between two steps, but no waiting for other ranks) is over 10 % and over 1 ms
-longer than the median of the other ranks. Suppose that a rank's true median excess is no more than
-that: then it is behind in at most every second step, and in k or more of n steps with a probability
-of at most P(Binomial(n, 1/2) >= k). This is a sign test, which assumes nothing about the noise
-except that steps are independent. A rank is reported where that probability, times the number of
-ranks, is at most 1 in 1,000: with 2 ranks in 18 of the last 20 steps, with 8 in 19, with 64 in all
-20. Ranks that are last in turn are each last in 1 / ranks of the steps, far fewer. The test is
-repeated after each step, which raises its false alarm rate: of 2 ranks whose step times vary by a
-factor of 2.7 either way one is reported in 10,000 steps, with a factor of 1.35 none in 20,000.
+**The rule.** The busy time of a rank in a step is the time in which it does not wait for other
+ranks: data, forward and backward passes, update, and the time between two steps. A rank is *behind*
+in a step if its busy time is over 10 % and over 1 ms longer than the median of the other ranks.
 
-Other tools divide a rank's median time by that of the fastest and compare the ratio with a
-threshold (NVIDIA's resiliency extension), or print the slowest and the fastest rank of an interval
-(Megatron): neither states how often that happens by noise alone.
+Suppose that the true median excess of a rank is not above these limits. Then the rank is behind in
+at most every second step, and in k or more of n steps with a probability of at most P(Binomial(n,
+1/2) >= k). This is a sign test, which assumes nothing about the noise except that steps are
+independent. A rank is reported if this probability, times the number of ranks, is at most 1 in
+1,000. That is 18 of the last 20 steps for 2 ranks, 19 for 8 ranks, and all 20 for 64 ranks. Ranks
+that are last in turn are not reported, because each is last in only 1 / ranks of the steps.
+
+The test is repeated after each step, which raises its false alarm rate. With 2 ranks whose step
+times vary by a factor of 2.7 up or down, one rank was reported in 10,000 steps; with a factor of
+1.35 none was reported in 20,000 steps.
+
+Other tools use a threshold for the ratio of a rank's median time to that of the fastest rank
+(NVIDIA's resiliency extension), or print the slowest and the fastest rank of an interval
+(Megatron). Neither states how often that happens by noise alone.
 """
 
 from __future__ import annotations
@@ -44,11 +48,12 @@ ADVICE: Mapping[Cause, str] = {
 
 
 class Pace(NamedTuple):
-    """Work of a rank in one step: seconds without waiting for others, and the size of its work.
+    """Time that one rank spent in a step, without waiting for other ranks, and its amount of work.
 
-    `data_s` was spent getting its samples, `compute_s` on forward and backward passes and the
-    update, `other_s` between two steps. `num_items` is the number of items in its loss,
-    `num_numbers` the number of elements of its batches, including padding.
+    `data_s` was spent getting samples, `compute_s` on forward and backward passes and the update,
+    and `other_s` between two steps, in seconds. `num_items` is the number of items in the loss of
+    the rank, such as tokens. `num_numbers` is the number of elements of its batches, including
+    padding.
     """
 
     data_s: float
@@ -65,10 +70,11 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A rank that was behind in `num_behind` of `num_steps` steps.
+    """Rank that was slower than the other ranks in `num_behind` of `num_steps` steps.
 
-    In the median step the median of the other ranks waited `waited_s` seconds for it, which is the
-    share `share` of their busy time.
+    Slower means that its time was over 10 % and over 1 ms above the median of the other ranks.
+    `waited_s` is the median of this excess over all steps, in seconds, and `share` is `waited_s` as
+    a fraction of the time of the other ranks. `why` explains the cause in words.
     """
 
     rank: int
@@ -90,18 +96,19 @@ class Straggler:
 
 
 def find_window(num_ranks: int) -> int:
-    """Return the number of steps over which ranks are judged.
+    """Return over how many of the most recent steps stragglers are detected.
 
-    It is 20, or for more than about 1,000 ranks the smallest number that can give a result.
+    It is 20. For more than about 1,000 ranks it is the smallest number with which a rank can be
+    reported.
     """
     return max(WINDOW, math.ceil(math.log2(num_ranks / FALSE_CALL)))
 
 
 @cache
 def min_slow_steps(num_ranks: int, num_steps: int = WINDOW) -> int:
-    """Return in how many of `num_steps` steps a rank must be behind to be reported.
+    """Return in how many of `num_steps` steps a rank must be slower than the others to be reported.
 
-    It is all of them where the steps are too few for the number of ranks.
+    The result is `num_steps` if there are too few steps to report any of `num_ranks` ranks.
 
     >>> [min_slow_steps(ranks) for ranks in (2, 8, 64)], min_slow_steps(2, 10_000)
     ([18, 19, 20], 5166)
@@ -118,7 +125,9 @@ def min_slow_steps(num_ranks: int, num_steps: int = WINDOW) -> int:
 
 
 def find_lags(busy_s: Sequence[float]) -> list[float]:
-    """Return by how many seconds each rank exceeds the median of the others; negative if faster.
+    """Return for each rank its time minus the median time of the other ranks, in seconds.
+
+    The difference is negative for a rank that is faster.
 
     >>> find_lags([1.0, 1.0, 4.0]), find_lags([2.0, 3.0])
     ([-1.5, -1.5, 3.0], [-1.0, 1.0])
@@ -127,7 +136,7 @@ def find_lags(busy_s: Sequence[float]) -> list[float]:
 
 
 def _medians_of_others(values: Sequence[float]) -> list[float]:
-    """Return for each value the median of all the others."""
+    """Return for each value the median of all other values."""
     order = sorted(range(len(values)), key=values.__getitem__)
     count = len(values) - 1
     low, high = (count - 1) // 2, count // 2
@@ -140,7 +149,7 @@ def _medians_of_others(values: Sequence[float]) -> list[float]:
 
 
 def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
-    """Return the ranks that took noticeably longer than the median of the others."""
+    """Return the ranks whose time exceeds the median of the others by over 10 % and over 1 ms."""
     if max(busy_s) - min(busy_s) <= MIN_S:
         return frozenset()
     lags = enumerate(find_lags(busy_s))
@@ -150,9 +159,10 @@ def find_behind(busy_s: Sequence[float]) -> frozenset[int]:
 
 
 def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
-    """Return the stragglers over these steps, the most expensive first; none for too few steps.
+    """Return the stragglers in these steps, the one that costs the most time first.
 
-    `steps` holds for each step the pace of every rank.
+    `steps` has one item per step: the `Pace` of every rank. The result is empty if there are too
+    few steps.
     """
     if not steps or len(steps[0]) / 2 ** len(steps) > FALSE_CALL:
         return []
@@ -175,7 +185,11 @@ def find_stragglers(steps: Sequence[Sequence[Pace]]) -> list[Straggler]:
 def name(
     rank: int, num_behind: int, waited_s: float, paces: Sequence[Pace], num_steps: int
 ) -> Straggler:
-    """Return the straggler `rank` from the pace of every rank in a typical step."""
+    """Return the straggler `rank`, with the cause of its delay.
+
+    `paces` has the `Pace` of every rank in a typical step. `waited_s` is the time that the other
+    ranks wait for it in each step, in seconds.
+    """
     typical = Pace(*(_medians_of_others(column)[rank] for column in zip(*paces, strict=True)))
     cause, why = explain(paces[rank], typical)
     return Straggler(
@@ -190,11 +204,13 @@ def name(
 
 
 def explain(mine: Pace, others: Pace) -> tuple[Cause, str]:
-    """Return the largest of four parts of a rank's excess over the others, and an explanation.
+    """Return the main cause of a rank's delay, and an explanation in words.
 
-    Longer computing is attributed to more work in proportion to the work. Time that grows faster
-    than the work, as attention does with the sequence length, leaves a remainder that is attributed
-    to slow computing.
+    `mine` has the times and the work of the rank, `others` those of the other ranks. The additional
+    time of the rank is divided into four parts, and the largest is the cause. Additional compute
+    time is attributed to "work" in proportion to the additional work, and the remainder to
+    "compute". If time grows faster than the work, as that of attention does with the sequence
+    length, there is a remainder too.
     """
     measures = {
         "samples": (mine.num_samples, others.num_samples),
@@ -237,10 +253,10 @@ def _amount(times: float) -> str:
 
 
 class StragglerWatch:
-    """Detector of stragglers that reports a rank when it becomes one and when it catches up.
+    """Detector of stragglers: reports a rank when it becomes a straggler and when it catches up.
 
-    A new attempt is judged as soon as its steps are enough: with 2 ranks after 11 steps, all
-    behind.
+    The first step of an attempt is ignored. Later steps are tested as soon as there are enough:
+    with 2 ranks, a rank is reported after 11 steps if it was slower in all of them.
     """
 
     def __init__(self) -> None:
@@ -251,9 +267,9 @@ class StragglerWatch:
         self._num_seen = 0
 
     def add(self, paces: Sequence[Pace]) -> tuple[list[Straggler], list[int]]:
-        """Add a step; return new stragglers, and ranks that have caught up.
+        """Add a step, as the `Pace` of each rank; return new stragglers and ranks that caught up.
 
-        A straggler is reported again when its cause changes.
+        A straggler is reported again if its cause changes.
         """
         self._num_seen += 1
         if self._num_seen <= SKIPPED:

@@ -1,10 +1,12 @@
 """Learning-rate curves as pure functions of the step that return a multiplier of the base lr.
 
 `step` counts applied updates from 0: the first update uses curve(0), the last update of a run
-curve(total - 1). Lengths are in steps. `floor`, `start` and `final` are shares of the base learning
-rate. Past its length a curve stays at its last value. No curve has a state, so a resumed run
-continues the same curve; the one exception, `Plateau`, is a frozen value. `core/schedule/plan`
-makes these curves from a spec's [schedule] table.
+curve(total - 1). Lengths are in steps. `floor`, `start` and `final` are fractions of the base
+learning rate. After its length a curve keeps its last value.
+
+Curves have no state, so a resumed run continues on the same curve. The only exception is `Plateau`,
+an immutable value that holds its state. `core/schedule/plan` makes curves from a spec's [schedule]
+table.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def linear(step: int, length: int, start: float = 1.0, floor: float = 0.0) -> fl
 def cosine(step: int, length: int, floor: float = 0.0) -> float:
     """Return half a cosine from 1 to `floor`: floor + (1 - floor)/2 (1 + cos(pi t/T)).
 
-    After T steps the value stays at `floor`, while that of torch's CosineAnnealingLR rises again.
+    After T steps the value stays at `floor`, but that of torch's CosineAnnealingLR rises again.
     Loshchilov and Hutter 2017, arXiv 1608.03983.
 
     Args:
@@ -100,7 +102,7 @@ def step_decay(step: int, every: int, factor: float = 0.1) -> float:
     Args:
         step: Number of applied updates (t), from 0.
         every: Number of steps (S) between two multiplications by `factor`.
-        factor: Multiplier of the value after each `every` steps.
+        factor: Factor by which the value is multiplied every S steps.
 
     >>> [round(step_decay(step, 30), 3) for step in (0, 29, 30, 59, 60)]
     [1.0, 1.0, 0.1, 0.1, 0.01]
@@ -113,8 +115,8 @@ def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> flo
 
     Args:
         step: Number of applied updates, from 0.
-        milestones: The steps of the multiplications, rising.
-        factor: Multiplier of the value at each milestone.
+        milestones: Steps of the multiplications, in ascending order.
+        factor: Factor by which the value is multiplied at each milestone.
 
     >>> [multi_step(step, [30, 80], factor=0.5) for step in (29, 30, 79, 80)]
     [1.0, 0.5, 0.5, 0.25]
@@ -123,12 +125,12 @@ def multi_step(step: int, milestones: Sequence[int], factor: float = 0.1) -> flo
 
 
 def exponential(step: int, factor: float, every: int = 1) -> float:
-    """Return factor^(t/S), a smooth decay; with `every` 1 like torch's ExponentialLR.
+    """Return factor^(t/S), a smooth decay; for S = 1 it is torch's ExponentialLR.
 
     Args:
         step: Number of applied updates (t), from 0.
-        factor: Multiplier of the value over each `every` steps.
-        every: Number of steps (S) in which the value is multiplied by `factor` once.
+        factor: Factor by which the value is multiplied over S steps.
+        every: Number of steps (S) for one multiplication by `factor`.
 
     >>> f"{0.1 * exponential(100, 0.95):.1e}", round(exponential(5, 0.25, every=10), 3)
     ('5.9e-04', 0.5)
@@ -152,9 +154,10 @@ def polynomial(step: int, length: int, power: float = 1.0, floor: float = 0.0) -
 
 
 def inverse_square_root(step: int, timescale: int) -> float:
-    """Return sqrt(S / (S + t)); after a warm-up of S steps this is sqrt(S / s) of the run's step s.
+    """Return sqrt(S / (S + t)).
 
-    Vaswani et al. 2017, arXiv 1706.03762, section 5.3, scaled so that its peak is 1.
+    After a warm-up of S steps, the value at step s of the run is sqrt(S / s). Vaswani et al. 2017,
+    arXiv 1706.03762, section 5.3, scaled so that the peak is 1.
 
     Args:
         step: Number of applied updates (t), from 0.
@@ -167,15 +170,16 @@ def inverse_square_root(step: int, timescale: int) -> float:
 
 
 def warmup(step: int, length: int, shape: WarmupShape = "linear", start: float = 0.01) -> float:
-    """Return the rise to 1 over `length` updates.
+    """Return the multiplier of a warm-up, which rises to 1 over `length` updates.
 
-    Goyal et al. 2017, arXiv 1706.02677, section 2.2, there for large batches.
+    Goyal et al. 2017, arXiv 1706.02677, section 2.2, introduced it for large batches.
 
     Args:
-        step: Number of applied updates (t), from 0. The formulas use n = t + 1, so that the first
-            update does not have an lr of 0.
-        length: Number of updates (T); 0 is no warm-up.
-        shape: "linear" is n/T, "cosine" (1 - cos(pi n/T))/2, "exponential" start^(1 - n/T).
+        step: Number of applied updates (t), from 0. The formulas use n = t + 1, so that the
+            first update does not have an lr of 0.
+        length: Number of updates (T); 0 for no warm-up.
+        shape: "linear" is n/T, "cosine" is (1 - cos(pi n/T))/2, "exponential" is start^(1 -
+            n/T).
         start: Base of the exponential shape; the other shapes do not use it.
 
     >>> [warmup(step, 4) for step in (0, 1, 3, 4)], warmup(0, 0)
@@ -197,9 +201,10 @@ def warmup_stable_decay(
     floor: float = 0.0,
     shape: DecayShape = "linear",
 ) -> float:
-    """Return a warm-up, a constant phase at 1, and a decay to `floor`.
+    """Return the multiplier of a warm-up, a constant phase at 1 and a decay to `floor`.
 
-    Hu et al. 2024, arXiv 2404.06395; the decay shapes: Hägele et al. 2024, arXiv 2405.18392.
+    Hu et al. 2024, arXiv 2404.06395. The shapes of the decay are those of Hägele et al. 2024, arXiv
+    2405.18392.
 
     Args:
         step: Number of applied updates, from 0.
@@ -228,15 +233,15 @@ def one_cycle(
     final: float = 4e-6,
     shape: Shape = "cosine",
 ) -> float:
-    """Return one cycle: from `start` up to 1, then down to `final` at the last update.
+    """Return the multiplier of one cycle: from `start` up to 1, then down to `final`.
 
-    Equals torch's OneCycleLR with pct_start = peak, div_factor = 1/start and final_div_factor =
+    It equals torch's OneCycleLR with pct_start = peak, div_factor = 1/start and final_div_factor =
     start/final. Smith and Topin 2018, arXiv 1708.07120.
 
     Args:
         step: Number of applied updates, from 0.
         length: Number of updates (T); the last one is step T - 1.
-        peak: Share of the length at which the maximum is.
+        peak: Fraction of the length at which the maximum is.
         start: Multiplier at step 0.
         final: Multiplier at the last update.
         shape: Shape of both phases: "cosine" or "linear".
@@ -262,7 +267,7 @@ def one_cycle_momentum(
     Args:
         step: Number of applied updates, from 0.
         length: Number of updates.
-        peak: Share of the length at which the momentum is `low`.
+        peak: Fraction of the length at which the momentum is `low`.
         low: Momentum where the learning rate is highest.
         high: Momentum at both ends of the cycle.
         shape: Shape of both phases: "cosine" or "linear".
@@ -274,14 +279,17 @@ def one_cycle_momentum(
 
 
 def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier:
-    """Return curves one after another, each with steps from 0, like torch's SequentialLR.
+    """Return a curve that consists of `pieces` one after another, like torch's SequentialLR.
+
+    Each piece counts its own steps from 0.
 
     Args:
         pieces: (curve, number of steps) of each piece; a curve maps a step to a multiplier.
         total: Number of steps of the run.
 
     Raises:
-        SpecError: For no pieces, a piece without steps, and lengths that do not add up to `total`.
+        SpecError: If there are no pieces, a piece has no steps, or the lengths do not add up to
+            `total`.
 
     >>> rise, fall = lambda step: warmup(step, 2), lambda step: linear(step, 4)
     >>> curve = sequence([(rise, 2), (constant, 2), (fall, 4)], total=8)
@@ -306,21 +314,22 @@ def sequence(pieces: Sequence[tuple[Multiplier, int]], total: int) -> Multiplier
 
 @dataclass(frozen=True, kw_only=True)
 class Plateau:
-    """Multiplier that falls after `patience` consecutive checks without improvement.
+    """Multiplier that falls after `patience` consecutive evaluations without improvement.
 
-    An object does not change: `observe` returns a new one. With patience 10, the multiplier falls
-    at the tenth bad check; torch's ReduceLROnPlateau lowers the lr one check later, at the
+    The object is immutable: `observe` returns a new one. With a patience of 10 the multiplier falls
+    at the tenth evaluation without improvement; torch's ReduceLROnPlateau lowers the lr at the
     eleventh.
 
     Args:
         mode: "min" if a lower value is better, "max" if a higher one is.
-        factor: Multiplier of `multiplier` at each reduction.
-        patience: Number of consecutive checks without improvement after which the multiplier falls.
+        factor: Factor by which `multiplier` is multiplied at each reduction.
+        patience: Number of consecutive evaluations without improvement after which the
+            multiplier falls.
         least: Lower limit of `multiplier`.
-        threshold: Least improvement, relative to the best value so far. A non-finite value is no
-            improvement.
+        threshold: Least improvement, as a fraction of the best value so far. A non-finite value
+            is not an improvement.
         best: Best value so far; None before the first finite one.
-        num_bad: Number of consecutive checks without improvement so far.
+        num_bad: Number of consecutive evaluations without improvement so far.
         multiplier: Current multiplier of the learning rate.
 
     >>> plateau = Plateau(factor=0.5, patience=2)
@@ -340,7 +349,10 @@ class Plateau:
     multiplier: float = 1.0
 
     def observe(self, value: float) -> Self:
-        """Return the state after one more check; `value` must be the same on all ranks."""
+        """Return the plateau after one more evaluation, whose score is `value`.
+
+        `value` must be the same on all ranks.
+        """
         if self._is_better(value):
             return replace(self, best=value, num_bad=0)
         if self.num_bad + 1 < self.patience:
@@ -368,7 +380,7 @@ def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> fl
     Args:
         batch: Samples per step, of all ranks together.
         reference: Samples per step for which the learning rate was tuned.
-        rule: "linear" for the ratio of the two, "sqrt" for its square root.
+        rule: "linear" for batch / reference, "sqrt" for the square root of that ratio.
 
     >>> scale_to_batch(1024, 256), scale_to_batch(1024, 256, "sqrt"), scale_to_batch(64, 256)
     (4.0, 2.0, 0.25)
@@ -378,9 +390,9 @@ def scale_to_batch(batch: int, reference: int, rule: BatchRule = "linear") -> fl
 
 
 def _share(step: int, length: int) -> float:
-    """Return the completed share of `length`, from 0 to 1.
+    """Return the completed fraction of `length` at `step`, from 0 to 1.
 
-    For a length of 0 it is 0 at the first step, so that a warm-up rises to the start of a curve.
+    For a length of 0 it is 0 at step 0, so that a warm-up rises to the start of a curve.
     """
     return 1.0 if step >= max(length, 1) else step / max(length, 1)
 

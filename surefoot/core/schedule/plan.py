@@ -1,7 +1,7 @@
 """Build the curve of a run from a spec's [schedule] table.
 
-Durations are converted to steps, the warm-up comes before the curve, and contradictions are
-refused.
+Durations are converted to steps, the warm-up is put before the curve, and contradictory settings
+raise SpecError.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ToSteps = Callable[[str], int]
 
 @final
 class Curve:
-    """The schedule of a run: `curve(step)` is the multiplier of the base learning rate.
+    """Schedule of a run: `curve(step)` is the multiplier of the base learning rate.
 
-    It is a pure function of the step, unless `plateau` is set: then `observe` changes it, and a
+    It depends only on the step, unless `plateau` is set: then `observe` changes it, and a
     checkpoint stores its state.
     """
 
@@ -53,11 +53,11 @@ class Curve:
 
     @property
     def is_pure(self) -> bool:
-        """True if the curve depends on the step alone, so that it may be tabulated."""
+        """True if the multiplier depends only on the step, so it can be computed in advance."""
         return self.plateau is None
 
     def state(self) -> dict[str, Any] | None:
-        """Return the state that a checkpoint stores: that of a plateau, None for other curves."""
+        """Return the state that a checkpoint stores: None unless this is a plateau curve."""
         plateau = self.plateau
         return (
             None
@@ -70,12 +70,12 @@ class Curve:
         )
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the `state` of a checkpoint."""
+        """Restore a state that `state` returned; None changes nothing."""
         if self.plateau is not None and state is not None:
             self.plateau = replace(self.plateau, **state)
 
     def observe(self, score: float) -> None:
-        """Record the score of one more check for a plateau curve; other curves ignore it.
+        """Record the score of one more evaluation; only a plateau curve uses it.
 
         The score must be the same on every rank.
         """
@@ -84,9 +84,10 @@ class Curve:
 
 
 def preview(curve: Curve, steps: Sequence[int], check_every: int) -> list[float]:
-    """Return the multipliers at the rising `steps`.
+    """Return the multipliers at `steps`, which must be in ascending order.
 
-    A plateau is shown as if its checks, one every `check_every` steps, never improved.
+    A plateau curve is computed as if the score of its evaluations, one every `check_every` steps,
+    never improved.
     """
     plateau, shown, checked = curve.plateau, Curve(curve._multiplier, plateau=curve.plateau), 0
     values = []
@@ -111,10 +112,10 @@ def build(
         settings: the [schedule] table.
         total_steps: length of the run; None if its length is a time.
         to_steps: converts a duration to steps.
-        better: which scores of the run are better, for a plateau without a mode.
+        better: whether lower or higher scores are better, for a plateau whose mode is not set.
 
     Raises:
-        SpecError: durations contradict each other or the run.
+        SpecError: if durations contradict each other or the length of the run.
     """
     if settings.sequence:
         return Curve(_sequence(settings.sequence, total_steps, to_steps))
@@ -135,11 +136,11 @@ def build(
 
 
 def check_for_ramp(settings: ScheduleSettings) -> None:
-    """Raise SpecError for a duration that a batch ramp makes ambiguous.
+    """Raise SpecError for a duration that is ambiguous while the batch size grows (train.ramp).
 
-    With a ramp the number of steps in an epoch or in samples depends on where it starts; only
-    durations in steps, and shares of the run, do not. `warmup` is exempt, since it starts with the
-    run.
+    The number of steps in an epoch, or in a number of samples, then depends on when the duration
+    starts. So each duration must be in steps or in percent of the run. Only `warmup` may have any
+    unit, because it starts at step 0.
     """
     pieces = settings.sequence or (settings,)
     for piece in pieces:
@@ -204,7 +205,7 @@ def _sequence(
 
 
 class _Builder:
-    """Builder of one curve: its settings, its steps (None: unknown) and its warm-up steps."""
+    """Builder of one curve from its settings; `total_steps` is None if it is unknown."""
 
     def __init__(
         self, settings: ScheduleSettings, total_steps: int | None, to_steps: ToSteps
@@ -222,7 +223,7 @@ class _Builder:
             )
 
     def with_warmup(self) -> Multiplier:
-        """Return the curve with its warm-up, which rises to the first value of the curve."""
+        """Return the curve preceded by its warm-up, which rises to the first value of the curve."""
         warm, settings = self._warmup, self._settings
         body = self._body()
         if settings.length is not None and settings.name in (
@@ -388,5 +389,5 @@ class _Builder:
 
 
 def _hold_last_value(curve: Multiplier, length: int) -> Multiplier:
-    """Return `curve` with a constant value after its last step."""
+    """Return a curve that stays at the last value of `curve` after `length` steps."""
     return lambda step: curve(min(step, max(length - 1, 0)))

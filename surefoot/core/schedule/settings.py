@@ -1,4 +1,4 @@
-"""A spec's [schedule] table as a frozen value: the keys of each curve, defaults and checks."""
+"""A spec's [schedule] table as an immutable value: the keys of each curve, defaults and checks."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def _means(description: str) -> dict[str, str]:
 class ScheduleSettings:
     """The [schedule] table of a spec.
 
-    A key that is None has the default of its curve (`USES`). Raises SpecError for a key that the
-    curve does not use. The curve starts at the end of the warm-up, and its durations count from
-    there.
+    A key that is None has the default value of the curve. The curve starts at the end of the
+    warm-up, and its durations are counted from there. Raises SpecError for a key that the curve
+    does not use.
     """
 
     # read by contract/spec
@@ -246,12 +246,12 @@ class ScheduleSettings:
                 object.__setattr__(self, key, None)
 
     def value(self, key: str) -> Any:
-        """Return the value of `key` for this curve, given or default."""
+        """Return the value of `key`: the given value, or else the default of this curve."""
         stated = getattr(self, key)
         return USES[self.name][key] if stated is None else stated
 
     def used_keys(self) -> dict[str, Any]:
-        """Return the keys that this curve uses, each with its value, for display."""
+        """Return the keys that this curve uses and their values, for display."""
         if self.sequence:
             return {"sequence": tuple(piece.used_keys() for piece in self.sequence)}
         return {"name": self.name, **{key: self.value(key) for key in USES[self.name]}}

@@ -1,1 +1,1 @@
-"""The tables of this group of verbs: each prints what was measured, and a verdict on it."""
+"""Tables that the subcommands of `surefoot.cli.prove` print, with verdicts."""

@@ -1,4 +1,4 @@
-"""The tables of `surefoot bench comm`."""
+"""Tables that `surefoot bench comm` prints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VERDICTS = {
 def print_collectives(
     rows: Sequence[TimedCollective], links: Mapping[str, Link], where: Mapping[str, Any]
 ) -> None:
-    """Print the time of each collective and size, and the latency and bandwidth fitted to them."""
+    """Print the time of each collective and tensor size, and the fitted latency and bandwidth."""
     headers = ["size", "median", "95 % of medians", "algorithm", "bus"]
     print_table(
         ["collective", *headers],
@@ -93,7 +93,7 @@ def _print_links(links: Mapping[str, Link], ranks: int) -> None:
 
 
 def print_buckets(found: BucketTuning, where: Mapping[str, Any]) -> None:
-    """Print the gradients of a spec, a step with each bucket size, and the recommended size."""
+    """Print the step time with each gradient bucket size, and the recommended size."""
     alone, link = found.alone, found.link
     took = f"{format_seconds(alone.estimate)} ({_range(alone)}, n = {alone.count})"
     line = f"{format_seconds(link.latency_s)} + size / {format_bits_per_s(link.bytes_per_s)}"
@@ -131,7 +131,7 @@ def print_buckets(found: BucketTuning, where: Mapping[str, Any]) -> None:
 
 
 def _verdict(found: BucketTuning) -> list[str]:
-    """Return the recommended settings as sentences, with the measurements behind them."""
+    """Return sentences with the recommended bucket sizes and the measurements behind them."""
     own = format_bytes(found.own.bucket_bytes)
     if len(found.tried) == 1:
         same = _buckets_of(found.own_sizes)
@@ -159,7 +159,7 @@ def _verdict(found: BucketTuning) -> list[str]:
 
 
 def _buckets_of(sizes: Sequence[int]) -> str:
-    """Describe bucket sizes.
+    """Describe the number and the range of bucket sizes, which are in bytes.
 
     >>> _buckets_of([1 << 20, 25 << 20, 3 << 20])
     '3 buckets of 1 MiB to 25 MiB'
@@ -178,7 +178,7 @@ def _range(found: Interval) -> str:
 
 
 def _print_where(row: Mapping[str, Any]) -> None:
-    """Print the ranks, the transport and the machine that were measured."""
+    """Print the number of ranks, the transport and the machine of a measurement."""
     ranks, transport, machine = row["ranks"], row["transport"], row["conditions"]
     print_text(
         f"{ranks} ranks, {WORDS.get(transport, transport)}, {machine['processor']}, "

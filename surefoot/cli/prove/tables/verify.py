@@ -1,4 +1,4 @@
-"""The tables of `surefoot verify`."""
+"""Tables that `surefoot verify` prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_WORST = 5
 
 
 def print_resume(found: Verdict, spec: str) -> None:
-    """Print whether runs of a spec repeat, and resume after a kill to the same bits."""
+    """Print whether training a spec is bitwise repeatable, even if it is killed and resumed."""
     rows = [
         (
             "two uninterrupted runs",
@@ -68,7 +68,7 @@ def _fails(found: Verdict | CommandVerdict) -> str:
 
 
 def print_command(found: CommandVerdict, command: str) -> None:
-    """Print whether runs of a command repeat, and resume after a kill to the same files."""
+    """Print whether a training command always writes the same files, even if it is killed."""
     rows = [
         ("two uninterrupted runs", f"{found.num_files} files each", found.repeat or "identical")
     ]
@@ -96,7 +96,10 @@ def print_command(found: CommandVerdict, command: str) -> None:
 
 
 def print_precision(score: Score, spec: str, precision: str, steps: int) -> None:
-    """Print the scores of a spec in its precision and in fp32, and whether it learns less."""
+    """Print the mean scores of a spec in its own precision and in fp32, and the verdict.
+
+    The verdict is whether the score in its own precision is worse.
+    """
     from surefoot.prove.precision import WIDE
 
     mean = f"mean {score.name}"
@@ -114,7 +117,10 @@ def print_precision(score: Score, spec: str, precision: str, steps: int) -> None
 
 
 def print_compiled(found: GateVerdict, spec: str, what: str) -> None:
-    """Print where the compiled step, which compiles `what`, is farthest from eager mode."""
+    """Print the largest differences between the compiled step and eager mode, and the verdict.
+
+    `what` describes what was compiled.
+    """
     rows = [
         (each.what, format_number(each.off), format_number(each.allowed))
         for each in found.claims[:NUM_WORST]
@@ -127,7 +133,10 @@ def print_compiled(found: GateVerdict, spec: str, what: str) -> None:
 
 
 def print_layouts(found: LayoutVerdict, spec: str) -> None:
-    """Print where each layout is farthest from one process, and what the same bits cost."""
+    """Print how much each layout of ranks differs from one process, and the verdict.
+
+    For layouts with virtual ranks, whose results are bitwise identical, print their step time too.
+    """
     rows = [
         (
             row.layout,

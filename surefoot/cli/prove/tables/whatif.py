@@ -1,4 +1,4 @@
-"""The tables of `surefoot whatif`."""
+"""Tables that `surefoot whatif` prints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def print_splits(found: Splits) -> None:
-    """Print what each batch costs, split into each microbatch."""
+    """Print the memory and throughput of each batch size with each microbatch size."""
     headers = (
         "batch",
         "microbatch",
@@ -58,7 +58,7 @@ def print_splits(found: Splits) -> None:
 
 
 def print_ways(found: Ways) -> None:
-    """Print eager mode and each way to compile, and which is best."""
+    """Print the times of eager mode and of each compile option, and the best option."""
     headers = (
         "what",
         "mode",
@@ -107,7 +107,7 @@ def _break_even(way: CompileTiming) -> str:
 
 
 def print_recomputing(found: Recomputing) -> None:
-    """Print what each block would save, then each way to recompute."""
+    """Print what activation checkpointing would save and cost, per block and per setting."""
     headers = ("block", "keeps", "inputs", "recomputation", "saved per ms")
     blocks = [
         [
@@ -152,7 +152,10 @@ def _print_machine(conditions: Mapping[str, Any]) -> None:
 
 
 def print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
-    """Print the kernels of each graph, with the operators and bytes of each, and the files."""
+    """Print the kernels of each compiled graph, with their operators and memory traffic.
+
+    Then print the paths in `files`.
+    """
     for graph in graphs:
         print_text(
             f"{graph.name}: {graph.num_operators:,} operators in {len(graph.kernels):,} kernels, "
@@ -176,7 +179,7 @@ def print_kernels(graphs: Sequence[Graph], files: Sequence[Path]) -> None:
 
 
 def print_largest(found: FitSearch) -> None:
-    """Print the microbatches that were tried, and the largest that fits."""
+    """Print the microbatch sizes that were tried, and the largest one that fits."""
     from surefoot.prove.whatif.fit import MARGIN, subtract_margin
 
     headers = ("microbatch", "steps", "peak memory", "of the limit", "fits")
@@ -217,7 +220,7 @@ def print_largest(found: FitSearch) -> None:
 
 
 def print_noise(lab: GradientNoiseResult) -> None:
-    """Print how the gradients of batches vary, and the noise scale."""
+    """Print the gradient variance for each batch size, and the gradient noise scale."""
     rows = [
         [f"{each.batch:,}", format_number(each.variance), str(each.pairs)] for each in lab.levels
     ]
@@ -238,7 +241,7 @@ def print_noise(lab: GradientNoiseResult) -> None:
 
 
 def error_of(row: Split | CompileTiming) -> str:
-    """Return the last error of the process, in one line, without its hint."""
+    """Return the last error of a failed measurement, in one line, without its hint."""
     from surefoot.prove.attempts import find_last_error
 
     return find_last_error(row.failure or "").splitlines()[0]

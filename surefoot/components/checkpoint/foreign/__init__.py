@@ -1,4 +1,7 @@
-"""Weights that other programs wrote: read by a confined process, then imported as a checkpoint."""
+"""Import of weights that other programs wrote, as a checkpoint.
+
+A process with restricted rights reads the files.
+"""
 
 from surefoot.components.checkpoint.foreign.weights import (
     ForeignFile,

@@ -1,9 +1,10 @@
-"""Process that opens foreign tensor files: the only module that unpickles or calls torch.load.
+"""Child process that opens tensor files of other programs.
 
-Command: `python -P -m surefoot.components.checkpoint.foreign.child SOURCE FOLDER MEMORY_BYTES
-CPU_S`. The process confines itself before it opens the file. Only plain tensors, numbers and text
-are read (`weights_only`). The results are saved in FOLDER as safetensors and JSON, which run no
-code when they are read.
+This is the only module that unpickles or calls torch.load. Its command is `python -P -m
+surefoot.components.checkpoint.foreign.child SOURCE FOLDER MEMORY_BYTES CPU_S`. The process
+restricts its own rights before it opens SOURCE. It reads only tensors, numbers and text
+(`weights_only=True`), and saves them in FOLDER as safetensors and JSON. Reading these two formats
+runs no code.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ DCP_RECORDS = {
 
 
 def read(source: Path) -> Any:
-    """Return the contents of a file or folder: mappings and lists of tensors, numbers and text.
+    """Read a tensor file or a folder, and return its nested tensors, numbers and text.
 
-    Raises InputError for a file that is refused.
+    Raises InputError if the contents are invalid, or include any other object.
     """
     if source.is_dir():
         return _read_dcp(source) if (source / DCP_FILE).is_file() else _read_folder(source)
@@ -70,14 +71,18 @@ def read(source: Path) -> Any:
 
 
 def is_flat(source: Path) -> bool:
-    """Return whether the names in `source` are flat: a `/` is part of a name and no separator."""
+    """Return whether tensor names in `source` are flat: a `/` in a name is not a separator.
+
+    This is the case for safetensors. The other formats contain nested mappings.
+    """
     return not (source / DCP_FILE).is_file() if source.is_dir() else source.suffix == ".safetensors"
 
 
 def _load(source: Path) -> Any:
-    """Load a file of torch.save.
+    """Load a file that torch.save wrote.
 
-    A file in the zip format is memory-mapped, so that the weights are not in memory twice.
+    A file in the zip format is memory-mapped, so that the weights are not in memory twice. Raises
+    InputError if the file contains more than tensors, numbers and text.
     """
     try:
         return torch.load(
@@ -96,14 +101,20 @@ def _load(source: Path) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the line that names the refused object, without the advice to trust the file."""
+    """Return the line of an error message that names the refused object.
+
+    torch's advice to load a trusted file with `weights_only=False` is left out.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     telling = [line for line in lines if "GLOBAL" in line or "Unsupported" in line]
     return (telling or lines or [type(error).__name__])[0][:300]
 
 
 def _read_folder(source: Path) -> dict[str, Tensor]:
-    """Read the weights of a folder of safetensors, such as a Hugging Face model or a checkpoint."""
+    """Read the weights in a folder of safetensors files, such as a Hugging Face model.
+
+    Raises InputError if a file is missing, or if two files contain the same name.
+    """
     indexes = sorted(source.glob("*.safetensors.index.json"))
     if len(indexes) > 1:
         raise InputError(
@@ -141,7 +152,10 @@ def _read_folder(source: Path) -> dict[str, Tensor]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return the file name of each tensor, as the index of a Hugging Face folder gives them."""
+    """Read the index of a Hugging Face folder, and return the file name of each tensor.
+
+    Raises InputError for an invalid index.
+    """
     _need_file(path)
     try:
         stated = dict(json.loads(path.read_bytes())["weight_map"])
@@ -164,9 +178,9 @@ def _need_file(path: Path) -> None:
 
 
 class _MetadataObject:
-    """Stand-in for any object in the metadata of torch.distributed.checkpoint.
+    """Replacement for any class in the metadata of torch.distributed.checkpoint.
 
-    It keeps the constructor arguments, and the fields if the object has any.
+    An instance stores the constructor arguments in `given`, and the pickled state in `fields`.
     """
 
     given: tuple[Any, ...] = ()
@@ -185,9 +199,10 @@ class _MetadataObject:
 
 
 class _Metadata(pickle.Unpickler):
-    """Unpickler that makes only records, sizes, ordered dicts and dtypes.
+    """Unpickler for the metadata of torch.distributed.checkpoint.
 
-    It refuses every other name, so that a file cannot choose a function to call.
+    It creates only `_MetadataObject`, tuples (for torch.Size), OrderedDict and dtypes. It refuses
+    every other name, so that a file cannot choose a function to call.
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -203,9 +218,9 @@ class _Metadata(pickle.Unpickler):
 
 
 def _read_dcp(source: Path) -> dict[str, Any]:
-    """Read a folder of torch.distributed.checkpoint; return its state tree.
+    """Read a folder of torch.distributed.checkpoint, and return its nested state dict.
 
-    Every tensor is assembled from its pieces.
+    Every tensor is assembled from its shards. Raises InputError if the folder is invalid.
     """
     try:
         with (source / DCP_FILE).open("rb") as file:
@@ -271,9 +286,9 @@ def _assemble_tensor(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) ->
 
 
 def _plain_value(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Any:
-    """Return a number or text that is stored beside the tensors.
+    """Load an entry that is not a tensor, such as a number or text.
 
-    For any other object the metadata entry is returned, which `sort` leaves out.
+    If it is a different object, its metadata entry is returned, and `sort` leaves it out.
     """
     try:
         return _piece(source, pieces[0][1])
@@ -282,7 +297,7 @@ def _plain_value(source: Path, entry: Any, pieces: list[tuple[Any, Any]]) -> Any
 
 
 def _piece(source: Path, info: Any) -> Any:
-    """Load the object at one offset of one file."""
+    """Load the object that `info` locates: a range of bytes in a file of the folder `source`."""
     name, offset, length = str(info.relative_path), int(info.offset), int(info.length)
     path = source / name
     if Path(name).name != name or path.is_symlink():
@@ -312,7 +327,11 @@ def _insert_value(tree: dict[str, Any], path: tuple[Any, ...], value: Any) -> No
 
 
 def walk(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield every leaf with its path; a list of plain values is one leaf."""
+    """Yield the path and the value of every leaf in nested mappings and lists.
+
+    A list of plain values (None, numbers and text) is one leaf. Raises InputError if the nesting is
+    too deep, or a name too long.
+    """
     if len(path) > MAX_DEPTH:
         raise InputError(f"the state is nested more than {MAX_DEPTH} levels deep")
     if isinstance(value, Mapping):
@@ -344,7 +363,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def sort(tree: Any) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """Return the tensors by path, the plain values by path, and the reason for each other entry."""
+    """Split nested contents into tensors, plain values, and entries that are left out.
+
+    Returns three dicts by path, in which `/` joins the names: the tensors, the plain values, and
+    the reason for each entry that a checkpoint cannot store. Raises InputError if two entries have
+    the same path, or if there are too many.
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     left_out: dict[str, str] = {}
@@ -380,7 +404,10 @@ def _reason_to_refuse(name: str, tensor: Tensor) -> str | None:
 
 
 def main() -> None:
-    """Read SOURCE and save its contents in FOLDER, or write the reason for a refusal there."""
+    """Read SOURCE and save its contents in FOLDER.
+
+    If SOURCE is refused, the reason is written to `refused.json` in FOLDER, and the exit code is 1.
+    """
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     unbounded = confine(folder, int(sys.argv[3]), int(sys.argv[4]))
     try:

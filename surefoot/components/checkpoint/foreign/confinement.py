@@ -1,7 +1,8 @@
-"""Restrictions of the process that opens foreign tensor files.
+"""Restrictions of the process that opens tensor files of other programs.
 
-The process leaves the network and limits its memory, CPU time and file sizes. An audit hook refuses
-what reading does not need: starting a program, connecting, writing outside of one folder.
+The process gives up its network access, and limits its memory, CPU time and file sizes. An audit
+hook refuses operations that reading a file does not need: starting a program, connecting to a host,
+and writing outside of one folder.
 """
 
 from __future__ import annotations
@@ -51,9 +52,15 @@ CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.truncate", "shu
 
 
 def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
-    """Restrict this process; return the names of what this system could not restrict.
+    """Restrict this process; return the names of the resources that could not be restricted.
 
-    `memory_bytes` and `cpu_s` are allowed in addition to what the process has used already.
+    The restrictions cannot be undone.
+
+    Args:
+        folder: The only folder in which the process may still write.
+        memory_bytes: Address space that the process may map in addition to what it has mapped so
+            far. This is also the largest size of a file that it may write.
+        cpu_s: CPU time that the process may use in addition to the time used so far.
     """
     missing = [] if _leave_network() else ["the network"]
     if resource is None:
@@ -76,7 +83,7 @@ def confine(folder: Path, memory_bytes: int, cpu_s: int) -> list[str]:
 def _leave_network() -> bool:
     """Move this process into a network namespace without connections; return whether it worked.
 
-    If this needs more rights than the process has, a user namespace is created as well.
+    If the process lacks the rights for this, a user namespace is created too.
     """
     try:
         unshare = ctypes.CDLL(None, use_errno=True).unshare
@@ -86,7 +93,7 @@ def _leave_network() -> bool:
 
 
 def _mapped_bytes() -> int | None:
-    """Return the address space of this process in bytes; None if it is not reported.
+    """Return the mapped address space of this process in bytes; None if it is not reported.
 
     torch alone maps gigabytes.
     """

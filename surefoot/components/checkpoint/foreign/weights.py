@@ -1,9 +1,9 @@
 """Import of tensor files that other programs wrote.
 
 The formats are `.pt`, `.ckpt`, `.bin`, safetensors, and folders of torch.distributed.checkpoint. A
-separate, confined process (`child`) opens each file and converts it to safetensors and JSON, which
-run no code when they are read. A file that holds more than tensors, numbers and text is refused; no
-option overrides this.
+separate process with restricted rights (`child`) opens each file, and converts it to safetensors
+and JSON. Reading these two formats runs no code. A file that contains more than tensors, numbers
+and text is refused; no option overrides this.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ WEIGHTS_KEYS = ("state_dict", "model_state_dict", "model", "module", "weights", 
 
 @dataclass(frozen=True)
 class ForeignFile:
-    """Contents of a foreign file: tensors and plain values by path, with parts joined by `/`.
+    """Contents of a tensor file that a different program wrote.
 
-    `left_out` gives the reason for each entry that was not read. `unbounded` names the resources
-    that this system could not deny to the process that read the file. If `is_flat`, a `/` is part
-    of a name and no separator.
+    `tensors` and `values` (numbers and text) are dicts by path, in which `/` joins the names of
+    nested mappings. If `is_flat`, the file has no nested mappings, and a `/` is part of a name.
+    `left_out` gives the reason for each entry that was not read. `unbounded` names the resources,
+    such as the network, that could not be denied to the process that read the file.
     """
 
     tensors: Mapping[str, Tensor]
@@ -60,9 +61,10 @@ class ForeignFile:
 
 
 def open_foreign(path: Path) -> ForeignFile:
-    """Read a foreign file or folder in a confined process, without running code from the file.
+    """Read a tensor file or a folder of a different program, without running code from it.
 
-    Raises InputError for a file that is refused.
+    Raises InputError if the file is refused, and RunFolderError for a damaged checkpoint of
+    surefoot.
     """
     size = _size(path)
     _check_own(path)
@@ -120,7 +122,7 @@ def _run_child(source: Path, folder: Path, memory_bytes: int, cpu_s: int) -> Non
 
 
 def _size(path: Path) -> int:
-    """Return the size in bytes of a file, or of the files in a folder.
+    """Return the size in bytes of a file, or of the files directly in a folder.
 
     Raises InputError for a path that cannot be read, is empty, or is neither a file nor a folder.
     """
@@ -144,7 +146,7 @@ def _size(path: Path) -> int:
 
 
 def _check_own(path: Path) -> None:
-    """Verify a surefoot checkpoint, or one of its files, against the manifest.
+    """Verify a checkpoint of surefoot, or one of its files, against the manifest.
 
     Files of other programs are not checked. Raises RunFolderError if the checkpoint is damaged.
     """
@@ -170,11 +172,17 @@ def _check_own(path: Path) -> None:
 def choose_weights(
     found: ForeignFile, key: str | None = None, strip: str = ""
 ) -> dict[str, Tensor]:
-    """Return the weights among the tensors: those under `key`, by default that of `find_key`.
+    """Return the model weights among the tensors of a file, by name.
 
-    `strip` is a prefix such as `module.`, which is removed from each name that starts with it.
-    Raises InputError if the choice is ambiguous, if a weight was left out, or if two weights get
-    the same name.
+    Args:
+        found: The contents of the file.
+        key: The path below which the weights are, such as `state_dict`; empty for the top level;
+            None to use `find_key`.
+        strip: Prefix such as `module.`, which is removed from each name that starts with it.
+
+    Raises:
+        InputError: If it is not clear which tensors are the weights, if there are none, if a weight
+            cannot be converted, or if two weights would get the same name.
     """
     if key is None:
         key = find_key(found)
@@ -214,9 +222,10 @@ def choose_weights(
 
 
 def list_other_entries(found: ForeignFile, key: str) -> list[str]:
-    """Return the entries that are not weights.
+    """Return the names of the entries that are not weights, sorted.
 
-    For entries below `key`, the whole name is returned; for all others, the first part of the name.
+    The weights are the tensors below `key`. An entry below `key` that is not a tensor has its whole
+    path as its name; all other entries have the first part of their paths.
     """
     every = [
         *found.values,
@@ -237,9 +246,9 @@ def _is_chosen(found: ForeignFile, key: str, name: str) -> bool:
 
 
 def find_key(found: ForeignFile) -> str:
-    """Return the key under which the weights are stored; an empty string for the top level.
+    """Return the path below which the weights are; an empty string for the top level.
 
-    Raises InputError if the choice is ambiguous, or if there are no tensors.
+    Raises InputError if it is not clear which tensors are the weights, or if there are no tensors.
     """
     if not found.tensors:
         but = f" that can be converted, but {_reasons(found.left_out)}" if found.left_out else ""
@@ -263,7 +272,7 @@ def find_key(found: ForeignFile) -> str:
 
 
 def _groups(names: Iterable[str]) -> list[str]:
-    """Return the first parts of all names that consist of several parts, without repetition."""
+    """Return the first parts of the names that contain a `/`, without repetition."""
     return list(dict.fromkeys(name.partition("/")[0] for name in names if "/" in name))
 
 
@@ -286,10 +295,17 @@ def check_new(to: Path) -> None:
 def import_weights(
     path: Path, to: Path, weights: Mapping[str, Tensor], environment: Mapping[str, str]
 ) -> Manifest:
-    """Save foreign weights as the checkpoint of step 0 in `to`, a new folder.
+    """Save weights of a different program as the checkpoint of step 0 in the new folder `to`.
 
-    `parent` in the manifest records the file that the weights were read from. Raises RunFolderError
-    for a folder that is not empty, StorageError if a file cannot be written.
+    Args:
+        path: The file from which the weights were read. The manifest records it as `parent`.
+        to: The folder to create.
+        weights: The tensors, by name.
+        environment: Versions of the installed packages, for the manifest.
+
+    Raises:
+        RunFolderError: If `to` exists and is not an empty folder, or cannot be created.
+        StorageError: If a file cannot be written.
     """
     check_new(to)
     parent: dict[str, Any] = {"folder": str(path.absolute()), "step": 0, "imported": True}

@@ -1,5 +1,7 @@
-"""A torch optimizer whose groups can be updated one at a time, with gradient scaling and skipping
-inside the update."""
+"""Base class of optimizers whose parameter groups can be updated one at a time.
+
+The update of a group can also unscale the gradients and skip itself.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ ALLOWED = {
 
 
 class ByGroup(Optimizer, ABC):
-    """Base class of optimizers that update each group by `step_group`; `fused` in a group means
-    that its update divides and skips.
+    """Base class of optimizers that update each parameter group with `step_group`.
 
-    Raises SpecError for a setting that would raise the loss or make weights non-finite.
+    If a group has `fused=True`, its update can divide the gradients by `grad_scale`, and skip
+    itself if `found_inf` is 1. Raises SpecError for a setting outside its valid range, such as a
+    negative learning rate.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -47,8 +50,10 @@ class ByGroup(Optimizer, ABC):
         super().add_param_group(param_group)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure`, where given, computes the loss
-        again first."""
+        """Update every parameter that has a gradient, and return the loss of `closure`.
+
+        `closure` computes the loss again before the update. Without it, None is returned.
+        """
         loss = call_closure(closure)
         for group in self.param_groups:
             self.step_group(group, group["lr"])
@@ -56,7 +61,7 @@ class ByGroup(Optimizer, ABC):
 
     @abstractmethod
     def create_state(self, group: dict[str, Any]) -> None:
-        """Create the missing entries of the state of a group's parameters."""
+        """Create the missing optimizer state of the parameters in a group."""
 
     @torch.no_grad()
     def step_group(
@@ -66,8 +71,11 @@ class ByGroup(Optimizer, ABC):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> None:
-        """Update one group at the learning rate `lr`; `grad_scale` and `found_inf` are for fused
-        groups only."""
+        """Update the parameters of one group that have a gradient, with the learning rate `lr`.
+
+        The gradients are divided by `grad_scale`, and nothing changes if `found_inf` is 1. Both
+        must be None for a group that is not fused.
+        """
         params = [parameter for parameter in group["params"] if parameter.grad is not None]
         if params:
             self.create_state(group)
@@ -85,17 +93,26 @@ class ByGroup(Optimizer, ABC):
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
     ) -> None:
-        """Update the parameters of a group that have a gradient; their state exists already."""
+        """Update `params` of a group with their gradients `grads`.
+
+        All of them have a gradient and optimizer state. The other arguments are those of
+        `step_group`.
+        """
 
     def traced(self, group: dict[str, Any]) -> Traced | None:
-        """Return all tensors that an update of the group changes, for a graph; None if no graph
-        can hold the update."""
+        """Return all tensors that an update of the group changes, for a compiled step.
+
+        These are five lists: parameters, step counters, first moments, second moments and momentum
+        buffers. None means that the update cannot be part of a compiled graph.
+        """
         return None
 
 
 def call_closure(closure: Callable[[], float] | None) -> float | None:
-    """Return the loss that `closure` computes, with gradients enabled as in torch's optimizers;
-    None without a closure."""
+    """Call `closure` with gradients enabled, as torch's optimizers do, and return its loss.
+
+    Returns None without a closure.
+    """
     if closure is None:
         return None
     with torch.enable_grad():
@@ -117,8 +134,10 @@ def _is_allowed(value: Any, allowed: str) -> bool:
 
 @dataclass(frozen=True)
 class GroupWithState:
-    """A group of a `ByGroup` optimizer with its state created, so that a checkpoint can be restored
-    into it in place."""
+    """Parameter group of a `ByGroup` optimizer, whose state is created at once.
+
+    A checkpoint can then be restored into this state in place.
+    """
 
     optimizer: ByGroup
     group: dict[str, Any]
@@ -134,8 +153,8 @@ class GroupWithState:
         return self.optimizer.traced(self.group)
 
     def is_current(self) -> bool:
-        """Return True: the state is read from the optimizer at each update."""
+        """Return True, because the group reads its state from the optimizer at each update."""
         return True
 
     def count_traced(self, applied: Tensor) -> None:
-        """Do nothing: each parameter has a separate step counter, which the graph has updated."""
+        """Do nothing, because the compiled graph has already updated all step counters."""

@@ -1,11 +1,11 @@
-"""Adam and AdamW with 8-bit moments: one code for each value, one scale for each block of 256
-values.
+"""Adam and AdamW with 8-bit moments.
 
-Codes and rounding are those of torchao, after Dettmers et al., "8-bit Optimizers via Block-wise
-Quantization", 2021 (https://arxiv.org/abs/2110.02861). torchao stores the moments in a tensor
-subclass, dequantizes a whole tensor at a time, and searches each code among 256. This module stores
-them in plain tensors, saved and counted as any other, dequantizes them piece by piece, and finds
-codes in a table.
+Each value has a code of 8 bits, and each block of 256 values has one scale. Codes and rounding are
+those of torchao, after Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021
+(https://arxiv.org/abs/2110.02861). torchao stores the moments in a tensor subclass, dequantizes a
+whole tensor at a time, and searches each code among 256. This module stores them in plain tensors,
+which are saved and counted like any other. It dequantizes them piece by piece, and finds codes in a
+table.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ HALVINGS = 64  # bisections between two values, until no fp32 number is between
 class Codes:
     """Lookup tables of an 8-bit code.
 
-    `values` are the 256 values of the codes, ascending to 1. `ends` holds, for each code, the least
-    number that rounds to the next code. `begins` holds, for each of the 65,536 upper halves of an
-    fp32 number (sign, exponent, 7 bits), the code of the least number with it; numbers with the
-    same upper half have at most two codes.
+    `values` are the numbers that the 256 codes represent, ascending to 1. `ends` holds, for each
+    code, the smallest number that rounds to the next code. `begins` has an entry for each value of
+    the upper 16 bits of an fp32 number (sign, exponent and 7 bits). The entry is the code of the
+    smallest number with these bits; a larger number with these bits has the same code or the next
+    one.
     """
 
     values: Tensor
@@ -56,7 +57,7 @@ class Codes:
         )
 
     def narrow(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the code of each number, and the scale of each block."""
+        """Quantize numbers: return the code of each, and the scale of each block of 256 numbers."""
         blocks = numbers.view(-1, BLOCK)
         scales = blocks.abs().amax(-1).clip(1e-12)
         scaled = (blocks / scales.view(-1, 1)).view(-1)
@@ -66,10 +67,10 @@ class Codes:
 
 @functools.cache
 def load_codes() -> tuple[Codes, Codes]:
-    """Return torchao's codes with a sign and without, loaded once per process.
+    """Return the lookup tables of torchao's signed and unsigned codes, in this order.
 
-    Must be called where tensors have data, not under FakeTensorMode. Raises MissingExtra without
-    torchao.
+    They are loaded once per process. This function must not be called under FakeTensorMode, because
+    it needs the values of tensors. Raises MissingExtra if torchao is not installed.
     """
     with torchao('optim.state = "8bit"'):
         from torchao.optim import quant_utils
@@ -82,7 +83,11 @@ def load_codes() -> tuple[Codes, Codes]:
 
 
 def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
-    """Return the lookup tables for the code that `find` assigns to every number."""
+    """Compute the lookup tables of an 8-bit code.
+
+    `values` are the numbers that the codes represent. `find(numbers, values)` returns the code of
+    each number.
+    """
     low, high = values[:-1], values[1:]
     for _ in range(HALVINGS):
         middle = ((low.double() + high.double()) / 2).float()
@@ -95,8 +100,7 @@ def _look_up(values: Tensor, find: Callable[[Tensor, Tensor], Tensor]) -> Codes:
 
 
 def reason_unsupported(tensor: Tensor) -> str | None:
-    """Return the reason why the moments of a parameter cannot be kept in 8 bits; None if they
-    can."""
+    """Return why the moments of a parameter cannot be stored in 8 bits; None if they can."""
     if tensor.numel() < MIN_ELEMENTS:
         return f"fewer than {MIN_ELEMENTS:,} elements"
     if tensor.numel() % BLOCK:
@@ -123,7 +127,7 @@ class Adam8bit(ByGroup):
         decoupled: True for AdamW; False for Adam, which adds decay * w to the gradient.
 
     Raises:
-        SpecError: For parameters that `reason_unsupported` does not accept.
+        SpecError: For a parameter for which `reason_unsupported` returns a reason.
     """
 
     def __init__(
@@ -227,8 +231,16 @@ class Adam8bit(ByGroup):
         rate: Tensor,
         step: Tensor,
     ) -> tuple[Tensor, ...]:
-        """Return a piece of the weights, and the codes and scales of both moments, after a step
-        along `slope`."""
+        """Return a piece of the weights, and of both moments in 8 bits, after one step.
+
+        Args:
+            group: The parameter group, with its settings.
+            before: The piece before the step: weights, codes and scales of the first moment, codes
+                and scales of the second moment. The result has the same order.
+            slope: The gradient of the piece, in fp32.
+            rate: The learning rate.
+            step: The number of the step, from 1.
+        """
         weights, first, first_scales, second, second_scales = before
         signed, unsigned = self._codes_for_device(weights.device)
         (beta1, beta2), decay = group["betas"], group["weight_decay"]

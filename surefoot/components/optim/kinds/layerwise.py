@@ -1,9 +1,9 @@
-"""LARS and LAMB: each layer's step is proportional to the norm of its weights, so that large
-batches may take large steps.
+"""LARS and LAMB, two optimizers for large batches.
 
-Both are subclasses of torch.optim.Optimizer. Where torch has a fused kernel, `fused` in a group
-uses it; the gradients are then divided by `grad_scale`, and nothing changes where `found_inf` is 1,
-all on the device.
+The step of each layer is proportional to the norm of its weights. Both are subclasses of
+torch.optim.Optimizer. If `fused` is True in a parameter group, torch's fused kernels update it. The
+gradients are then divided by `grad_scale`, and nothing changes if `found_inf` is 1. All of this
+happens on the device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PREVIOUS_NAMES = {"trust": "trust_coefficient"}
 
 
 class _Layerwise(ByGroup):
-    """Base class of LARS and LAMB; a group is fused where all of its parameters are real and on a
-    device with fused kernels.
+    """Base class of LARS and LAMB.
 
-    Where ranks hold rows of each layer, `join_norms` returns the norms of whole layers from those
-    of this rank's rows.
+    A parameter group whose `fused` is None becomes fused if all of its parameters are floating
+    point and on a device with fused kernels. If each rank holds only a part of a layer,
+    `join_norms` computes the norms of the whole layers from those of the parts.
     """
 
     join_norms: Callable[[Tensor], Tensor] | None = None
@@ -45,7 +45,10 @@ class _Layerwise(ByGroup):
             )
 
     def _norms(self, some: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the 2-norms of the layers `some` and of `others`, each as a vector."""
+        """Return the 2-norms of the tensors `some`, and of the tensors `others`, as two vectors.
+
+        If each rank holds only parts of the tensors, these are the norms of the whole tensors.
+        """
         norms = fused.norms_of(some), fused.norms_of(others)
         if self.join_norms is None:
             return norms
@@ -61,10 +64,10 @@ class Lars(_Layerwise):
         v = momentum * v + lr * r * (g + decay * w)
         w = w - v
 
-    You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017, algorithm 1 of
-    https://arxiv.org/abs/1708.03888, in which the learning rate is inside the momentum. The paper's
-    polynomial decay of `lr` is left to a schedule. A layer is one tensor. If |w| or |g| is 0, r is
-    1; the paper leaves this open.
+    This is algorithm 1 of You, Gitman and Ginsburg, "Large Batch Training of Convolutional
+    Networks", 2017 (https://arxiv.org/abs/1708.03888), in which the momentum includes the learning
+    rate. The paper's polynomial decay of `lr` is left to a schedule. A layer is one tensor. If |w|
+    or |g| is 0, r is 1; the paper does not define this case.
 
     Args:
         params: Parameters or groups, as for torch's optimizers.
@@ -74,8 +77,10 @@ class Lars(_Layerwise):
         trust_coefficient: Trust coefficient of r.
         adapt: False makes r 1 for all layers. A group may have a different value, for example for
             biases and norms.
-        fused: As in `Lamb`.
-        trust: The name of `trust_coefficient` in the previous release.
+        fused: Use fused kernels, which do not wait for the device, as in torch's optimizers. None
+            uses them for each group whose parameters are all floating point and on a device with
+            such kernels.
+        trust: The deprecated name of `trust_coefficient`.
     """
 
     def __init__(
@@ -175,9 +180,9 @@ class Lamb(_Layerwise):
         u = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + decay * w
         w = w - lr * |w| / |u| * u
 
-    You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2019,
-    algorithm 2 of https://arxiv.org/abs/1904.00962. The paper leaves two choices open: phi(z) is z,
-    and the ratio is 1 if |w| or |u| is 0. A layer is one tensor.
+    This is algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in
+    76 minutes", 2019 (https://arxiv.org/abs/1904.00962). The paper leaves two choices open. Here,
+    phi(z) is z, and the ratio |w| / |u| counts as 1 if |w| or |u| is 0. A layer is one tensor.
 
     Args:
         params: Parameters or groups, as for torch's optimizers.
@@ -295,8 +300,11 @@ def _warn_of_trust() -> None:
 
 
 def _scalars_per_parameter(rates: float | Tensor, params: Sequence[Tensor]) -> list[Tensor]:
-    """Return a scalar tensor for every parameter, in fp64 for a parameter in fp64: its element of a
-    vector, else the same value for all."""
+    """Return one scalar tensor for each parameter.
+
+    `rates` is one value for all parameters, or a vector with an element for each. The dtype of a
+    scalar is that of its parameter, but at least fp32.
+    """
     made = torch.as_tensor(
         rates, dtype=None if isinstance(rates, Tensor) else torch.float64, device=params[0].device
     )

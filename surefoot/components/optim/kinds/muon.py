@@ -1,9 +1,8 @@
-"""Muon for every hidden matrix, convolution filters included: torch.optim.Muon over flattened
-filters.
+"""Muon for matrices and for convolution filters.
 
-torch.optim.Muon accepts matrices only. A convolution filter (out, in, kh, kw) is a matrix (out, in
-* kh * kw); the order of its columns does not matter to the orthogonalization. K. Jordan et al.,
-"Muon", 2024.
+torch.optim.Muon accepts only matrices. Here, a convolution filter (out, in, kh, kw) is treated as a
+matrix (out, in * kh * kw). The order of its columns does not matter to the orthogonalization. K.
+Jordan et al., "Muon", 2024.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from surefoot.core.errors import SpecError
 
 
 def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return a tensor as a matrix (size of the first dimension, product of the others), its columns
-    in the memory order of `like`.
+    """Flatten all dimensions of a tensor except the first, so that it is a matrix.
 
-    `like` is a tensor of the same shape, `tensor` itself if None. The matrix is a view where the
-    memory layout allows one, else a copy.
+    The columns are in the memory order of `like`, a tensor of the same shape; None means `tensor`
+    itself. The matrix is a view if the memory layout allows it, else a copy.
     """
     return (
         tensor
@@ -35,8 +33,10 @@ def as_matrix(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _sort_dimensions(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a view of `tensor` whose dimensions after the first are sorted by the strides of
-    `like`, the largest first."""
+    """Return a view of `tensor` with all dimensions except the first sorted by stride.
+
+    The strides are those of `like`; the dimension with the largest stride comes first.
+    """
     strides = like.stride()
     return tensor.permute(0, *sorted(range(1, tensor.ndim), key=lambda dim: (-strides[dim], dim)))
 
@@ -50,13 +50,13 @@ class FlatMuon(Optimizer):
 
     Args:
         params: Parameters or groups, as for torch's optimizers.
-        lr: Learning rate; `adjust_lr_fn` is "match_rms_adamw".
+        lr: Learning rate, adjusted as with `adjust_lr_fn="match_rms_adamw"` of torch.optim.Muon.
         momentum: Coefficient of the momentum.
         nesterov: Use Nesterov momentum.
         weight_decay: Coefficient of the decoupled weight decay.
 
     Raises:
-        SpecError: For parameters of fewer dimensions.
+        SpecError: For a parameter with fewer than two dimensions.
     """
 
     def __init__(
@@ -96,8 +96,10 @@ class FlatMuon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient; `closure`, where given, computes the loss
-        again first."""
+        """Update every parameter that has a gradient, and return the loss of `closure`.
+
+        `closure` computes the loss again before the update. Without it, None is returned.
+        """
         loss = call_closure(closure)
         for group in self.param_groups:
             self._step_group(group)
@@ -126,7 +128,7 @@ class FlatMuon(Optimizer):
 
 
 def _is_view(parameter: Tensor) -> bool:
-    """Return whether the matrix of a parameter can be a view of the parameter's memory."""
+    """Return whether `as_matrix` of a parameter is a view of it, and not a copy."""
     if parameter.ndim == 2:
         return True
     try:

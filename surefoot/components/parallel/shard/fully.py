@@ -102,8 +102,7 @@ class FullySharded:
                 serve_part(parameter, held, start, self, on_host=on_host)
 
     def _set_collectives(self) -> None:
-        """Make FSDP gather and reduce through the groups of the mesh, with sums instead of
-        means."""
+        """Make FSDP use the groups of the mesh for its collectives, with sums instead of means."""
         for module, unit in zip(self._modules, self._units.names, strict=True):
             gathering = _FsdpAllGather(self.group, self._units, unit)
             scattering = _FsdpReduceScatter(self.group, self._units, unit)
@@ -157,8 +156,10 @@ class FullySharded:
             module.set_reshard_after_forward(True, recurse=False)
 
     def _keep_weights(self, keeps: bool) -> None:
-        """Set whether gathered weights stay in memory after a backward pass, for the next
-        microbatch."""
+        """Set whether gathered weights stay in memory after a backward pass.
+
+        If they stay, the next microbatch uses them without gathering them again.
+        """
         for module in self._modules:
             module.set_reshard_after_backward(not keeps, recurse=False)
 
@@ -206,7 +207,7 @@ def _shard(
 
 
 class _GatheredParameters:
-    """Unsharded parameters, which FSDP substitutes for the sharded ones during a pass.
+    """Unsharded parameters, which FSDP substitutes for the sharded ones during a step.
 
     Their hooks call the hooks that the user registered on the sharded parameters.
     """
@@ -220,18 +221,17 @@ class _GatheredParameters:
         self._sharded = dict(model.named_parameters())
         self._names = {id(module): name for name, module in model.named_modules()}
         self._seen: set[str] = set()
-        # the hooks of the whole parameter, so that existing handles can remove them
+        # the hook dicts of the original parameters, so that existing handles can remove hooks
         for name, (before, after) in hooks.items():
             held: Any = self._sharded[name]
             held._backward_hooks, held._post_accumulate_grad_hooks = before, after
 
     def watch(self, module: nn.Module) -> None:
-        """Hook the parameters of `module` once its first forward pass has gathered them."""
+        """Register hooks on the parameters of `module` when its first forward pass gathers them."""
         module.register_forward_pre_hook(self._look)
 
     def let_go(self) -> None:
-        """Drop the gradients of the last update, so that the next gradients are not added to
-        them."""
+        """Set the gradients of the last update to None, so that nothing is added to them."""
         for parameter in self.handed_over:
             parameter.grad = None
         self.handed_over.clear()
@@ -252,8 +252,10 @@ class _GatheredParameters:
             )  # type: ignore[no-untyped-call]
 
     def _call_after(self, sharded: Any, parameter: Tensor) -> None:
-        """Call the current hooks of the sharded parameter, including those that the loop has
-        added."""
+        """Call the post-accumulate hooks that the sharded parameter has now.
+
+        They include hooks that were added after construction.
+        """
         for hook in list((sharded._post_accumulate_grad_hooks or {}).values()):
             hook(parameter)
         self.used.add(id(sharded))
@@ -267,8 +269,10 @@ def _call_before(sharded: Any, gradient: Tensor) -> Tensor:
 
 
 def _hooks_of(named: Named) -> dict[str, Hooks]:
-    """Return the gradient hooks of the parameters, by name: tensor hooks, and post-accumulate
-    hooks."""
+    """Return the gradient hooks of each parameter that has any, by name.
+
+    A value is a pair: the tensor hooks, and the post-accumulate hooks.
+    """
     found = {}
     for name, parameter in named:
         held: Any = parameter
@@ -278,11 +282,12 @@ def _hooks_of(named: Named) -> dict[str, Hooks]:
 
 
 class _GradientHandoff:
-    """The step between FSDP, which leaves a shard of each gradient at the parameter, and the
-    optimizer, which updates the rows.
+    """Transfer of gradients from FSDP to the optimizer.
 
-    The gradient also stays at the parameter, in the same memory, until a step starts or its module
-    is called with gradients again. `replicas` sum the gradients of parameters that are not sharded.
+    FSDP leaves the shard of a gradient in the `.grad` of the parameter; the optimizer updates the
+    master, which is the rows of this rank. The gradient also stays at the parameter, in the same
+    memory, until a step starts or its module is called with gradients enabled. `replicas` sums the
+    gradients of parameters that are not sharded.
     """
 
     def __init__(
@@ -297,18 +302,20 @@ class _GradientHandoff:
         self._units, self._replicas = units, replicas
 
     def used(self) -> list[float]:
-        """Return 1 for each parameter with a gradient on this rank in this step, else 0; and how
-        often this rank has gathered each unit."""
+        """Return 1 for each parameter that has a gradient on this rank in this step, otherwise 0.
+
+        After these, the list has the number of times that this rank has gathered each unit, and a
+        1.
+        """
         return [
             float(id(leaf) in self._gathered.used) for leaf in self._leaves
         ] + self._units.counts()
 
     def keep_used(self, counts: Sequence[float]) -> None:
-        """Remove the gradient of a parameter that no rank has used, as in one process: else weight
-        decay would change it.
+        """Set the gradient of each parameter that no rank has used to None, as in one process.
 
-        `counts` are the sums of `used` over all ranks. Raises UserCodeError if the ranks have
-        not gathered the same units.
+        Otherwise weight decay would change the parameter. `counts` are the sums of `used` over all
+        ranks. Raises UserCodeError if the ranks have not gathered the same units.
         """
         num_leaves = len(self._leaves)
         self._units.check(counts[num_leaves:])
@@ -317,7 +324,7 @@ class _GradientHandoff:
                 master_of(leaf).grad = leaf.grad = None
 
     def arm(self) -> None:
-        """Prepare for the last backward pass of the step."""
+        """Prepare for the last backward pass of the step, which frees the gathered weights."""
         if self._keep_weights is not None:
             self._keep_weights(False)
 
@@ -325,8 +332,8 @@ class _GradientHandoff:
     def finish(self) -> None:
         """Pass the gradients to the masters, and sum those of parameters that are not sharded.
 
-        During the backward pass, that sum would come between the collectives of FSDP, in no fixed
-        order.
+        The sum comes after the backward pass. During it, the all-reduce would run between the
+        collectives of FSDP, in no fixed order.
         """
         for leaf in self._leaves:
             found: Any = leaf.grad
@@ -341,7 +348,7 @@ class _GradientHandoff:
     asks_factor = False  # gradients are not compressed
 
     def keep(self, applied: bool | Tensor = True) -> None:
-        """Do nothing: there is no compression residual."""
+        """Do nothing, because there is no compression residual."""
 
     def held(self) -> list[Any]:
         return []
@@ -353,7 +360,7 @@ class _GradientHandoff:
 
 
 class _SendMemory:
-    """Buffer allocation for the collectives of FSDP for one unit, in memory of the group."""
+    """Allocator of buffers in the memory of a group, for the FSDP collectives of one unit."""
 
     def __init__(self, group: Group, units: Units, unit: str) -> None:
         self._group, self._units, self._unit = group, units, unit
@@ -363,8 +370,10 @@ class _SendMemory:
 
 
 class _FsdpAllGather(_SendMemory):
-    """All-gather for FSDP that goes through `Group`, so that it is counted and visible to the hang
-    detection."""
+    """All-gather for FSDP that goes through `Group`.
+
+    It is therefore counted, and visible to hang detection.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -390,8 +399,10 @@ class _FsdpReduceScatter(_SendMemory):
 
 
 def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
-    """Return the `id` of each parameter that is not sharded. Raises SpecError for one that the
-    model does not have."""
+    """Return the `id` of each parameter in `replicated`; these are not sharded.
+
+    Raises SpecError for one that is not a parameter of the model.
+    """
     own = {id(each) for each in model.parameters()}
     for each in replicated:
         if id(each) not in own:
@@ -411,8 +422,7 @@ def _find_whole(model: nn.Module, replicated: Collection[Tensor]) -> set[int]:
 
 
 def _check_gathered(named: Named) -> None:
-    """Raise SpecError for a parameter that `fully_shard` does not accept: empty or not
-    contiguous."""
+    """Raise SpecError for an empty or non-contiguous parameter, which `fully_shard` rejects."""
     for name, parameter in named:
         if not parameter.numel():
             raise SpecError(
@@ -445,7 +455,7 @@ def _check_one_dtype(module: nn.Module, whole: Collection[int]) -> None:
 
 
 def _check_apart(model: nn.Module, units: Mapping[str, nn.Module], whole: Collection[int]) -> None:
-    """Raise SpecError for a parameter that is in two units, or in one and outside of it."""
+    """Raise SpecError for a tied parameter that is in two units, or both in and outside of one."""
     homes: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if id(parameter) in whole:

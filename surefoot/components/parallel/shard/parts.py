@@ -1,5 +1,7 @@
-"""The rows of each tensor that a rank holds. All stages split a tensor along its first dimension,
-so that a file holds rows."""
+"""Rows of each tensor that a rank stores.
+
+All ZeRO stages split a tensor along its first dimension, so that a file contains whole rows.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,11 @@ TAKES = (
 
 
 def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[range]]:
-    """Return the rows of each tensor that each rank holds, so that all ranks hold about as much, up
-    to half a row at either end.
+    """Return the rows of each tensor for each rank, so that all ranks store about as many elements.
 
-    `tensors` are (rows, size of a row), concatenated and cut into `num_ranks` parts of equal size.
+    `tensors` are pairs: number of rows, size of a row. They are concatenated and cut into
+    `num_ranks` parts of equal size; each cut is moved to the nearest row. The result has a range of
+    rows for each tensor and rank.
 
     >>> cut_rows([(2, 3), (1, 3), (5, 1)], 2)
     [[range(0, 2), range(2, 2)], [range(0, 0), range(0, 1)], [range(0, 0), range(0, 5)]]
@@ -50,8 +53,11 @@ def cut_rows(tensors: Sequence[tuple[int, int]], num_ranks: int) -> list[list[ra
 def serve_part(
     parameter: Tensor, held: Tensor, start: int, owner: Owner, *, on_host: bool = False
 ) -> Tensor:
-    """Make `held`, the rows of `parameter` from `start` on, its master copy, and return it:
-    in place, or as a copy in host memory."""
+    """Make `held` the master of `parameter`, which the optimizer updates, and return the master.
+
+    `held` contains the rows of `parameter` from `start` on. The master uses the same memory, or,
+    with `on_host`, is a copy in host memory.
+    """
     rows = held.detach().to("cpu", copy=True) if on_host else held.detach()
     master = nn.Parameter(rows, requires_grad=parameter.requires_grad)
     master.part = Part(start, tuple(parameter.shape), owner)  # type: ignore[attr-defined]
@@ -60,8 +66,7 @@ def serve_part(
 
 
 def check_has_rows(named: Named) -> None:
-    """Raise SpecError for a parameter that cannot be split by rows: without dimensions, or
-    complex."""
+    """Raise SpecError for a scalar or complex parameter, which cannot be split by rows."""
     for name, parameter in named:
         if parameter.ndim == 0:
             raise SpecError(
@@ -77,15 +82,17 @@ def check_has_rows(named: Named) -> None:
 
 @dataclass(frozen=True)
 class ListedGroup:
-    """A parameter group as the caller passed it: its settings, and each parameter with its name;
-    unnamed ones are named by their index."""
+    """Parameter group as the caller passed it: its settings, and its parameters with their names.
+
+    If `has_names` is false, the names were derived from the index of the parameter.
+    """
 
     settings: Mapping[str, Any]
     named: Named
     has_names: bool
 
     def with_masters(self) -> dict[str, Any]:
-        """Return the group for an optimizer, with the master of each trained parameter."""
+        """Return the group for an optimizer, with the master of each parameter that is trained."""
         pairs = [(name, master_of(each)) for name, each in self.named if each.requires_grad]
         return {
             **self.settings,
@@ -94,11 +101,11 @@ class ListedGroup:
 
 
 def read_groups(given: Given) -> list[ListedGroup]:
-    """Return the arguments of a torch optimizer as groups; a module is one group. A tied parameter
-    appears once in a group.
+    """Return the argument of a torch optimizer as a list of groups.
 
-    Raises SpecError for any other argument, for none at all, for a parameter in two groups, and for
-    a tensor that is not a leaf.
+    A module is one group, and so are parameters without groups. A tied parameter appears once in a
+    group. Raises SpecError for any other argument, for an empty one, for a parameter in two groups,
+    and for a tensor that is not a leaf.
     """
     if isinstance(given, nn.Module):
         return [ListedGroup({}, [*given.named_parameters()], False)]
@@ -173,11 +180,11 @@ def _kind_of(given: Any) -> str:
 
 @torch.no_grad()
 def gather_rows(group: Group, held: Tensor, part: Part) -> Tensor:
-    """Return a whole tensor on every rank of a group, from the rows of each.
+    """Return a whole tensor on every rank of a group, gathered from the rows of each rank.
 
     Args:
         group: The ranks, in the order of their rows.
-        held: The rows of this rank, (rows, ...); the numbers of rows may differ.
+        held: The rows of this rank, (rows, ...); the number of rows may differ between ranks.
         part: The part of the whole tensor that `held` is, as `part_of` returns it.
     """
     counts = group.gather(torch.tensor(len(held), device=group.device)).tolist()

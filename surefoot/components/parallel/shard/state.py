@@ -1,10 +1,10 @@
-"""Stage 1: every rank has all weights, updates some rows of them, and alone keeps the optimizer
-state of these rows.
+"""ZeRO stage 1: every rank has all weights, but updates only some rows of them.
 
-Gradients are sent in buckets during the backward pass, as in `replicate`, and reduce-scattered: a
-rank gets the sum of its rows. After an update the ranks all-gather the updated rows. So a step
-sends each gradient and each weight once, as much as one all-reduce does. A bucket is cut by bytes,
-not by tensors: every rank holds about the same share of it, and takes part in every collective.
+A rank stores the optimizer state of its rows only. Gradients are sent in buckets during the
+backward pass, as in `replicate`, and reduce-scattered, so that a rank gets the sums for its rows.
+After an update, the ranks all-gather the updated rows. A step therefore sends each gradient and
+each weight once, which is as much as one all-reduce sends. A bucket is cut by bytes, not by
+tensors: every rank has about the same share of it, and takes part in every collective.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ Rows = list[range]  # the rows of one tensor, by rank
 
 @dataclass(eq=False, kw_only=True)
 class CutBucket(Bucket):
-    """A bucket split into one part for each rank; `slots` holds the views of a tensor's rows in
-    `flat`, by rank."""
+    """Bucket that is split into one part for each rank.
+
+    `slots` has a list for each tensor: the views of its rows in `flat`, by rank.
+    """
 
     slots: list[list[Tensor]]
 
 
 class _BucketReduceScatter:
-    """Reduce-scatter of a bucket to the ranks of the shard axis, then an all-reduce of the part
-    over the replicas."""
+    """Reducer of one bucket: a reduce-scatter over the shard axis, then a sum over the replicas."""
 
     def __init__(self, flat: Tensor, own: Tensor, mesh: Mesh) -> None:
         self._flat, self._own, self._mesh = flat, own, mesh
@@ -66,7 +67,7 @@ class _BucketReduceScatter:
 
 
 class ShardedState:
-    """Shard the optimizer state over `mesh.shard` (ZeRO stage 1).
+    """Sharding of the optimizer state over `mesh.shard` (ZeRO stage 1).
 
     After construction, `master_of(parameter)` returns the rows that this rank updates.
 
@@ -80,8 +81,8 @@ class ShardedState:
         on_host: Update a copy of the rows in host memory.
 
     Raises:
-        SpecError: For a scalar (0-dimensional) parameter, and for arguments that no torch optimizer
-            accepts.
+        SpecError: For a scalar (0-dimensional) or complex parameter, and for arguments that torch
+            optimizers do not accept.
     """
 
     is_even = False  # whether all ranks must run the same number of passes
@@ -115,15 +116,18 @@ class ShardedState:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Parameter groups for an optimizer, with the rows that this rank updates; one group if a
-        module or parameters were passed."""
+        """Parameter groups for an optimizer, with the rows that this rank updates.
+
+        There is one group if ShardedState was created with a module, or with parameters without
+        groups.
+        """
         return [each.with_masters() for each in self._listed]
 
     def synced(self, leaves: Iterable[Tensor]) -> Replicas:
-        """Return the object that sums the gradients of an update over the ranks; each rank gets
-        the sums for its rows.
+        """Return the object that sums the gradients of `leaves` over the ranks.
 
-        Raises TaskError for a trained leaf that was not passed to ShardedState.
+        Each rank gets the sums for its rows. Raises TaskError for a leaf that requires gradients,
+        but was not passed to ShardedState.
         """
         leaves = list(leaves)
         for each in leaves:
@@ -143,7 +147,7 @@ class ShardedState:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """All-gather the updated rows, so that every rank has all weights."""
+        """All-gather the updated rows, so that every rank has all weights again."""
         group = self.group
         for pack in self._packs:
             cuts = [self._cuts[id(each)] for each in pack]
@@ -168,8 +172,10 @@ class ShardedState:
 
 
 class _GradientReduceScatter(Replicas):
-    """Reduce-scatter of the gradients of an update; the gradients of other ranks' rows are freed as
-    soon as they are sent."""
+    """Reduce-scatter of the gradients of `leaves`, so that each rank gets the sums for its rows.
+
+    The `.grad` of a parameter is freed as soon as it is copied into its bucket.
+    """
 
     def __init__(
         self, leaves: Iterable[Tensor], mesh: Mesh, cuts: dict[int, Rows], sizes: tuple[int, int]
@@ -221,7 +227,7 @@ class _GradientReduceScatter(Replicas):
 
 
 def _max_held_elements(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> int:
-    """Return the largest number of elements that a rank holds of these parameters."""
+    """Return the largest number of elements of these parameters that any rank stores."""
     widths = [math.prod(each.shape[1:]) for each in parameters]
     return max(
         sum(len(rows) * width for rows, width in zip(each, widths, strict=True))
@@ -232,8 +238,10 @@ def _max_held_elements(parameters: Sequence[Tensor], cuts: Sequence[Rows]) -> in
 def _slots(
     flat: Tensor, parameters: Sequence[Tensor], cuts: Sequence[Rows], rank: int
 ) -> list[Tensor]:
-    """Return the views of a rank's rows in `flat`, one after the other, each in the shape and
-    memory layout of the rows."""
+    """Return the views of a rank's rows in `flat`, one for each parameter.
+
+    The rows are stored one after the other. Each view has the shape and memory layout of its rows.
+    """
     found, begin = [], 0
     for parameter, rows in zip(parameters, cuts, strict=True):
         like = parameter.detach()[rows[rank].start : rows[rank].stop]

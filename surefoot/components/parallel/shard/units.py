@@ -1,5 +1,7 @@
-"""The units whose weights the ranks gather together: counts of the gathers of each, and the error
-where the counts differ."""
+"""Units of a model, which are modules whose weights all ranks gather together.
+
+The gathers of each unit are counted. If the counts of the ranks differ, an error is raised.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ ROOT = "the model outside of its blocks"
 
 
 class Units:
-    """The units of a model in the order of `modules`, the model itself first."""
+    """Units of a model, which are modules whose weights all ranks gather together.
+
+    They are in the order of `modules`, which begins with the model itself.
+    """
 
     def __init__(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         found = {id(module): name for name, module in model.named_modules()}
@@ -31,22 +36,26 @@ class Units:
         self._empty = {name for name, parameters in own.items() if not parameters}
         self._gathered = dict.fromkeys(self.names, 0)
         self._order: list[str] = []  # the order of first gathers on this rank in this step
-        # the same of the previous step, or of a trial before the first
+        # the same order in the previous step, or in a trial before the first step
         self._order_before: list[str] = []
 
     def begin(self) -> None:
-        """Start a step."""
+        """Start a step, and reset the counts of gathers."""
         self._order_before, self._order = self._order, []
         self._gathered = dict.fromkeys(self.names, 0)
 
     def counts(self) -> list[float]:
-        """Return how often this rank has gathered each unit in this step, and a 1 for the rank
-        itself."""
+        """Return the number of times that this rank has gathered each unit in this step, and a 1.
+
+        If the lists of all ranks are added, their last number is the number of ranks.
+        """
         return [*map(float, self._gathered.values()), 1.0]
 
     def check(self, sums: Sequence[float]) -> None:
-        """Raise UserCodeError unless all ranks have gathered each unit equally often; `sums` are
-        the `counts` of all ranks, added."""
+        """Raise UserCodeError unless all ranks have gathered each unit the same number of times.
+
+        `sums` are the `counts` of all ranks, added.
+        """
         *counts, num_ranks = sums
         for (name, mine), count in zip(self._gathered.items(), counts, strict=True):
             if count != mine * num_ranks:
@@ -59,8 +68,10 @@ class Units:
 
     @contextmanager
     def count_gather(self, name: str) -> Iterator[None]:
-        """Count a gather of the unit `name`, which runs inside the block. Raises UserCodeError
-        if another rank runs a different collective."""
+        """Count a gather of the unit `name`, which runs inside this context.
+
+        Raises UserCodeError if a different collective runs on another rank at the same time.
+        """
         self._gathered[name] += 1
         if name not in self._order:
             self._order.append(name)
@@ -69,8 +80,10 @@ class Units:
 
     @contextmanager
     def run_reduce_scatter(self, name: str) -> Iterator[None]:
-        """Run the reduce-scatter of the unit's gradients inside the block. Raises UserCodeError
-        if another rank runs a different collective."""
+        """Provide a context for the reduce-scatter of the gradients of the unit `name`.
+
+        Raises UserCodeError if a different collective runs on another rank at the same time.
+        """
         with self._explain_mismatch("sums the gradients of", name, looks_ahead=False):
             yield
 
@@ -100,8 +113,10 @@ class Units:
 
 
 def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[str]:
-    """Return the names of the parameters that are gathered with a unit, without those of units
-    inside of it."""
+    """Return the names of the parameters that are gathered with the unit `name`.
+
+    Parameters of units inside of it are left out.
+    """
     prefix = f"{name}." if name else ""
     inner = tuple(f"{each}." for each in names if each != name and each.startswith(prefix))
     split = [
@@ -111,6 +126,6 @@ def _own_parameters(model: nn.Module, name: str, names: Sequence[str]) -> list[s
 
 
 def _title(name: str, own: Sequence[str]) -> str:
-    """Return the text for a unit in errors: `block 'head' (head.weight, head.bias)`."""
+    """Return the text for a unit in errors, such as `block 'head' (head.weight, head.bias)`."""
     listed = f" ({', '.join(own[:3])}{', ...' if len(own) > 3 else ''})" if own else ""
     return f"block {name!r}{listed}" if name else f"{ROOT}{listed}"

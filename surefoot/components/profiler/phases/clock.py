@@ -132,7 +132,7 @@ class PhaseClock:
         return self._tally.total()
 
     def listen_to_collections(self) -> Callable[[], None]:
-        """Start to time the garbage collections of Python; return a function that stops this.
+        """Start to time the garbage collections of Python; return a function that stops the timing.
 
         The times are used to find out whether garbage collection was the cause of a slow step.
         """

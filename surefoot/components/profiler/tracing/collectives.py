@@ -240,6 +240,6 @@ def _merge_spans(slices: Iterable[Slice]) -> Spans:
 
 
 def _gaps(spans: Spans) -> Spans:
-    """Return the spans before the first, between, and after the last of `spans`."""
+    """Return the gaps between `spans`, including those before the first and after the last span."""
     edges = [-(1 << 62), *(edge for span in spans for edge in span), 1 << 62]
     return list(zip(edges[::2], edges[1::2], strict=True))

@@ -95,7 +95,7 @@ class Trace:
     def window(self) -> tuple[int, int]:
         """Start of the first step and end of the last step, in nanoseconds.
 
-        If the trace has no steps, the start and end of all operators.
+        If the trace has no steps, these are the start and end of all operators.
         """
         inside = self.steps or [each for each in self.slices if each.category == OPERATOR]
         return min(each.start_ns for each in inside), max(each.end_ns for each in inside)

@@ -45,7 +45,7 @@ CLOSING_FACTOR = 30
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Numbers of steps that a profile waits, warms up and records; it records only once.
+    """Schedule of a profile, which records one window of steps.
 
     Args:
         wait: Steps before the profiler starts.
@@ -75,8 +75,9 @@ class Window:
     def fitted(self, num_left: int | None) -> Window:
         """Return this window, shortened if it has more than `num_left` steps.
 
-        A shortened window records after at most half of the remaining steps. None means that the
-        number of remaining steps is not limited. Raises InputError if no steps remain.
+        In a shortened window, at most half of the `num_left` steps are before the recorded ones. If
+        `num_left` is None, the number of steps is not limited. Raises InputError if it is less than
+        1.
         """
         if num_left is None or num_left >= self.num_steps:
             return self
@@ -229,8 +230,8 @@ class Profiler:
     def _first_recorded(self) -> int:
         """Index of the step from which memory is recorded: the last step of the warm-up.
 
-        It is before the window, because torch records the release of a block only if it recorded
-        the allocation.
+        This step is before the window, because torch records the release of a block only if it
+        recorded the allocation.
         """
         return self.window.wait + max(0, self.window.warmup - 1)
 
