@@ -53,7 +53,7 @@ def test_a_trace_that_is_none_is_refused_in_words(tmp_path: Path, recorded: Path
 
 
 @pytest.mark.parametrize("damage", [b"\xa0\xc0", b"\x01", b"\xed\xb2\x80"])
-def test_a_name_of_a_deleted_function_costs_that_name_alone(
+def test_a_name_that_is_not_text_costs_that_name_alone(
     tmp_path: Path, recorded: Path, damage: bytes
 ) -> None:
     text = gzip.decompress(recorded.read_bytes())

@@ -26,9 +26,7 @@ class Rise:
         """Start recording memory allocations, unless the recorder is already running."""
         if self._recorder is None:
             self._put_back = place.quiet_profiler()
-            self._recorder = profile(
-                activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-            )
+            self._recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
             self._recorder.start()
 
     def stop(self) -> int:

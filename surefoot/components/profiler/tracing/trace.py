@@ -139,7 +139,7 @@ def _load(path: Path) -> Any:
             f"the trace {path} is longer than {MAX_TEXT_BYTES >> 30} GiB", hint="record fewer steps"
         )
     try:
-        # torch writes names of functions that have been deleted as bytes of any kind
+        # torch writes the bytes of a name as they are, also where they are not UTF-8
         return json.loads(text.decode(errors="replace"), strict=False)
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) - 1 or "Unterminated" in error.msg
