@@ -43,6 +43,11 @@ class Rows(list[int]):
     pass
 
 
+def nested(levels: int) -> list[Any]:
+    """Two integers in a list, in `levels` lists."""
+    return [nested(levels - 1)] if levels else [1, 2]
+
+
 KEPT: dict[str, Any] = {
     "a counter": Counter("abca"),
     "a counter of numbers": Counter({3: 2, 5: 1}),
@@ -55,6 +60,9 @@ KEPT: dict[str, Any] = {
     "a size": torch.Size([2, 3]),
     "bytes and a bytearray": (b"ab", bytearray(b"cd")),
     "a number of NumPy": np.float64(1.5),
+    "integers": [[0], (1, 2**63, -(2**70)), [], ()],
+    "integers among others": [[1, True], (0, 2.0), [1, None]],
+    "integers in 99 lists": nested(98),
     "a plain tree": {"a": [1, (2, 3.5)], 4: None},
 }
 
@@ -103,6 +111,20 @@ def test_what_would_come_back_as_something_else_is_refused(name: str) -> None:
     with pytest.raises(TaskError, match="which a checkpoint cannot store") as caught:
         checkpoint.split({"it": REFUSED[name]})
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (nested(99), "is nested more than 100 levels deep"),
+        ([1, -(10**5000), 2], "it/1 is an integer of 16,610 bits"),
+        ((True, 10**5000), "it/1 is an integer of 16,610 bits"),
+    ],
+    ids=["too deep", "too large", "too large beside a bool"],
+)
+def test_lists_of_integers_that_no_checkpoint_can_hold_are_refused(value: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        checkpoint.split({"it": value})
 
 
 def test_a_namedtuple_whose_class_is_gone_has_its_fields_and_no_other_class_is_made_of_it() -> None:

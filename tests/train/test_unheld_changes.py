@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 import surefoot
+from surefoot.train.record.noticed.unheld import SteppedOptimizers
 from tests.train.small import Small, records, spec
 from tests.train.test_resume import train
 from tests.train.test_unheld import reported
@@ -188,6 +190,54 @@ def test_an_optimizer_that_replaces_one_of_attach_is_named_once(
     run.close()
     printed = " ".join(capsys.readouterr().err.split())
     assert printed.count("no checkpoint holds the state of an optimizer (Adam)") == 1
+
+
+@pytest.mark.parametrize("at", [1, 5, 11])
+def test_a_second_optimizer_that_trains_the_model_is_named_at_the_next_checkpoint(
+    at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizers = nn.Linear(4, 3), list[torch.optim.Optimizer]()
+    other = nn.Linear(4, 3)
+    optimizers += [torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, other)]
+    run = surefoot.attach(
+        model=model, optimizer=optimizers[0], data=ROWS * 2, folder=tmp_path / "a", save="1 steps"
+    )
+    for number, batch in enumerate(run.batches()):
+        if number == at:
+            optimizers.append(torch.optim.AdamW([model.weight], lr=0.1))
+        loss = (model(batch) + other(batch)).square().mean()
+        model.zero_grad()
+        other.zero_grad()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        run.step_done(loss)
+        # the loop asks for the next batch, and so saves, before the line is read
+        named = "state of an optimizer (AdamW)" in " ".join(capsys.readouterr().err.split())
+        assert named == (number == at + 1)
+    run.close()
+    assert "state of an optimizer (Adam)" not in capsys.readouterr().err
+
+
+def test_the_hook_on_steps_ends_with_the_object_that_set_it() -> None:
+    def step() -> torch.optim.Optimizer:
+        made = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        made.step()
+        return made
+
+    before = weakref.ref(step())  # nothing holds it, and nothing records it
+    stepped = SteppedOptimizers()
+    first = step()
+    assert before() is None
+    assert stepped.take() == [first]
+    assert stepped.take() == []
+    first.step()
+    step()  # one that does not live
+    assert stepped.take() == [first]
+    found = stepped._found
+    del stepped
+    first.step()
+    assert not found
 
 
 def test_optimizers_that_an_earlier_loop_left_or_that_attach_was_given_are_not_named(

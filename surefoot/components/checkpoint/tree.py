@@ -13,7 +13,7 @@ import enum
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,16 +106,9 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
     if type(value) in CONTAINERS or (isinstance(value, tuple) and hasattr(value, "_fields")):
         return _split_container(value, place, tensors, depth + 1)
     if type(value) is list:
-        return [
-            _split(part, f"{place}/{number}", tensors, depth + 1)
-            for number, part in enumerate(value)
-        ]
+        return _split_items(value, place, tensors, depth + 1)
     if type(value) is tuple:
-        items = [
-            _split(part, f"{place}/{number}", tensors, depth + 1)
-            for number, part in enumerate(value)
-        ]
-        return {MARK: "tuple", "items": items}
+        return {MARK: "tuple", "items": _split_items(value, place, tensors, depth + 1)}
     if type(value) is dict:
         return _split_mapping(value, place, tensors, depth + 1)
     kind = next((kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind)), None)
@@ -125,6 +118,16 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         else "keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them"
     )
     raise TaskError(f"{place} is {name_kind(value)}, which a checkpoint cannot store", hint=plain)
+
+
+def _split_items(
+    items: Sequence[Any], place: str, tensors: dict[str, Tensor], depth: int
+) -> list[Any]:
+    # the state of Python's random generator has 625 integers, and a checkpoint several of them
+    is_flat = depth <= MAX_DEPTH and set(map(type, items)) == {int}
+    if is_flat and max(map(int.bit_length, items)) <= MAX_INT_BITS:
+        return list(items)
+    return [_split(part, f"{place}/{number}", tensors, depth) for number, part in enumerate(items)]
 
 
 def name_kind(value: Any) -> str:

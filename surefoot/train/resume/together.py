@@ -196,6 +196,9 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     rank was given, if any.
     """
     rank_state.check_words(assembly.task, assembly.spec)
+    if group.is_alone:
+        assembly.told.extend(rank_state.describe(group, assembly.task))
+        return
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)

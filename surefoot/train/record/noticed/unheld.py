@@ -7,6 +7,7 @@ import math
 import re
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from types import FrameType
@@ -16,13 +17,13 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 from surefoot.contract.state import learning_rate_of
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.generators import find_generators, sign_generator
 from surefoot.runtime.attributes.values import parts_of
-from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.noticed.attribute_notes import OptimizerAttributes, optimizers_in
 from surefoot.train.record.noticed.moved_outside import walk
@@ -46,10 +47,9 @@ UNTRAINED = (
 )
 UNLESS = "; a copy that never changes need not be saved"
 CHANGED = "; a copy that the loop writes anew before each use need not be saved"
+SEARCH_SHARE = 100  # time between two searches of the memory, in durations of a search
 DEPTH = 2  # of a search below variables, such as an attribute of an attribute
 MAX_PARTS = 100  # entries of one list or dict that are searched
-SEARCH_SHARE = 100  # time between two searches, in durations of a search
-NUM_SOUGHT = 8  # parameters of the model whose optimizers are searched for
 
 
 class UnheldObjects:
@@ -64,7 +64,7 @@ class UnheldObjects:
         self._objects, self._optimizers = objects, optimizers
         self._modules, self._rates = ModuleWatch(DEPTH, MAX_PARTS), list[Any]()
         self._has_changed = False  # whether parameter groups have changed since attach
-        self._signs: list[Any] = []  # signatures of the states of the loop's optimizers
+        self._stepped = SteppedOptimizers()
         # the end of the last search of the memory, and the seconds that it took
         self._searched_s, self._took_s, self._num_calls = -math.inf, 0.0, 0
         parts = [getattr(data, name, None) for name in ("dataset", "sampler", "batch_sampler")]
@@ -82,7 +82,6 @@ class UnheldObjects:
         self._apart = trained - self._own
         kept = [*objects.values(), *InnerOptimizers(objects).all()]
         self._attributes = OptimizerAttributes(optimizers, "loop", kept)
-        self._states = dict[int, Any]()  # signatures of the states of other optimizers, by id
         self._lines = set[str]()  # warnings that were returned
         self._told = {name for name, each in self._model.named_parameters() if each.requires_grad}
 
@@ -132,24 +131,21 @@ class UnheldObjects:
         named = [each for each in found.values() if isinstance(each, nn.Module | Optimizer)]
         self._modules.add({**names, "model": self._model}, [*self._objects.values(), *named])
         self._rates = self._read_rates()
-        self._states = {id(each): _sign_state(each) for each in self._others()}
         return lines
 
     def find_since_attach(self) -> list[str]:
         """Return warnings on objects that the loop has made or changed since `attach`, each once.
 
-        The first call searches the variables of the script. Schedulers are searched for again if
-        the groups of an optimizer have changed. The search of the memory for optimizers is slow. It
-        runs in calls 1, 2, 4, 8 and so on, and if an optimizer with a state has made no step since
-        the previous call. Otherwise it runs only as often as takes 1 % of the time.
+        The first call searches the variables of the script. Later calls search for schedulers if
+        the groups of an optimizer have changed: the first time, in calls 2, 4, 8 and so on, and as
+        often as takes 1 % of the time, because that search of the memory is slow.
         """
         self._num_calls += 1
-        is_idle, is_due = self._has_idle_optimizer(), self._is_search_due()
+        is_early = self._num_calls & (self._num_calls - 1) == 0
+        is_due = is_early or time.monotonic() - self._searched_s >= SEARCH_SHARE * self._took_s
         if self._num_calls == 1:
-            before = self._states
             lines = self.find()
             self._modules.begin()
-            self._states = before
         elif (rates := self._read_rates()) != self._rates and (is_due or not self._has_changed):
             self._rates, self._has_changed = rates, True
             lines = self._describe_new({id(each): each for each in self._schedulers()}, {})
@@ -157,10 +153,7 @@ class UnheldObjects:
             lines = []
         changed = self._modules.find_changed()
         lines += [_describe(module, name, CHANGED) for name, module in changed]
-        others = self._others() if is_idle or is_due else []
-        new = [each for each in others if _sign_state(each) != self._states.get(id(each), ())]
-        self._held.update(id(each) for each in new)
-        lines += [REPLACED.format(kind=type(each).__name__) for each in new]
+        lines += [REPLACED.format(kind=type(each).__name__) for each in self._others()]
         told, self._lines = self._lines, self._lines | set(lines)
         return [line for line in lines if line not in told]
 
@@ -199,59 +192,66 @@ class UnheldObjects:
             for group in optimizer.param_groups
         ]
 
-    def _has_idle_optimizer(self) -> bool:
-        """Return whether an optimizer with a state has made no step since the last call."""
-        signs, before = [_sign_state(each) for each in self._optimizers], self._signs
-        self._signs = signs
-        return any(now and now == was for now, was in zip(signs, before, strict=False))
-
-    def _is_search_due(self) -> bool:
-        is_early = self._num_calls & (self._num_calls - 1) == 0
-        return is_early or time.monotonic() - self._searched_s >= SEARCH_SHARE * self._took_s
-
     def _others(self) -> list[Optimizer]:
-        """Return the optimizers with a state for parameters of the model that are not saved."""
-        started_s = time.monotonic()
-        found = self._find_others()
-        self._searched_s = time.monotonic()
-        self._took_s = self._searched_s - started_s
-        return found
+        """Return optimizers with a state that train the model and that no checkpoint holds.
 
-    def _find_others(self) -> list[Optimizer]:
-        trained = [each for each in self._model.parameters() if each.requires_grad]
-        if not trained:
-            return []
-        # the state of an optimizer is a dict whose keys are parameters
-        some = trained[:: -(-len(trained) // NUM_SOUGHT)]
-        states = [each for each in gc.get_referrers(*some) if isinstance(each, dict)]
-        referrers = gc.get_referrers(*states)
-        holders = gc.get_referrers(*(each for each in referrers if type(each) is dict))
-        found = {
-            id(each): each
-            for each in (*referrers, *holders)
-            if issubclass(type(each), Optimizer) and id(each) not in self._held
-        }
-        return [each for each in found.values() if not self._wraps_held(each)]
+        They have made a step since `attach`. Each is returned once.
+        """
+        own = {id(each) for each in self._model.parameters()}
+        found = [
+            each
+            for each in self._stepped.take()
+            if id(each) not in self._held
+            and any(id(key) in own for key in each.state)
+            and not self._wraps_held(each)
+        ]
+        self._held.update(id(each) for each in found)
+        return found
 
     def _wraps_held(self, optimizer: Optimizer) -> bool:
         return any(id(each) in self._held for each in _find_inner([optimizer]))
 
-    def _schedulers(self) -> Iterator[Any]:
-        """Yield objects with a state whose attribute `optimizer` is an optimizer of the loop.
+    def _schedulers(self) -> list[Any]:
+        """Return objects with a state whose attribute `optimizer` is an optimizer of the loop.
 
-        Some objects are yielded twice.
+        Some objects are in the list twice.
         """
+        started_s = time.monotonic()
         optimizers = {id(each) for each in self._optimizers}
         # an object refers to what it holds itself, or through its __dict__
         referrers = gc.get_referrers(*self._optimizers)
         holders = gc.get_referrers(*(each for each in referrers if type(each) is dict))
-        for each in (*referrers, *holders):
-            kind = type(each)
-            is_scheduler = issubclass(kind, LRScheduler) or (
-                _saves_state(kind) and not issubclass(kind, nn.Module | Optimizer)
-            )
-            if is_scheduler and id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers:
-                yield each
+        found = [
+            each
+            for each in (*referrers, *holders)
+            if _may_be_scheduler(type(each))
+            and id(getattr(each, "__dict__", {}).get("optimizer")) in optimizers
+        ]
+        self._searched_s = time.monotonic()
+        self._took_s = self._searched_s - started_s
+        return found
+
+
+class SteppedOptimizers:
+    """Optimizers of PyTorch that have made a step, recorded by a hook on the step of each of them.
+
+    The hook is removed when this object is deleted
+    (https://docs.pytorch.org/docs/stable/optim.html).
+    """
+
+    def __init__(self) -> None:
+        found = self._found = dict[int, weakref.ref[Optimizer]]()
+
+        def record(optimizer: Optimizer, *_: Any) -> None:
+            found[id(optimizer)] = weakref.ref(optimizer)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(record).remove)
+
+    def take(self) -> list[Optimizer]:
+        """Return the optimizers that have made a step since the last call and still exist."""
+        found = [each() for each in self._found.values()]
+        self._found.clear()
+        return [each for each in found if each is not None]
 
 
 @final
@@ -298,6 +298,12 @@ def has_state(value: Any) -> bool:
     Classes and Python modules do not count.
     """
     return _saves_state(type(value))
+
+
+def _may_be_scheduler(kind: type) -> bool:
+    return issubclass(kind, LRScheduler) or (
+        _saves_state(kind) and not issubclass(kind, nn.Module | Optimizer)
+    )
 
 
 def _saves_state(kind: type) -> bool:
@@ -352,14 +358,6 @@ def _find_inner(optimizers: Iterable[Any]) -> list[Optimizer]:
                     found[id(each)] = each
                     todo.append(each)
     return list(found.values())
-
-
-def _sign_state(optimizer: Optimizer) -> Any:
-    """Return an object that differs if the optimizer makes a step, as its state shows."""
-    return tuple(
-        (id(each), 0 if each.is_inference() else each._version)
-        for each in find_tensors(list(optimizer.state.values()))
-    )
 
 
 def _is_copy(module: nn.Module, model: nn.Module) -> bool:
