@@ -56,6 +56,7 @@ class Failing(Numbers):
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
+TRIES = 3
 WAYS = ("kill", "segfault", "no memory", "memory error", "exception", "sleep", "lock", "stop")
 FAILURES = [
     (how, workers)
@@ -79,8 +80,21 @@ def test_a_worker_that_fails_is_named_and_changes_nothing(
     expected: list[list[Any]],  # noqa: F811
 ) -> None:
     """F18; hangs are given a second here, and the usual four in another test."""
+
+    # a busy machine delays one try or two; what looks too late does so each time
+    tries = (longest_wait(how, workers, tmp_path / f"{n}", expected) for n in range(TRIES))
+    assert any(each < 5 for each in tries)
+
+
+def longest_wait(
+    how: str,
+    workers: int,
+    left: Path,
+    expected: list[list[Any]],  # noqa: F811
+) -> float:
+    """Seconds of the longest step of a loader of which one worker fails."""
     told: list[LoaderNotice] = []
-    source = Failing(how, tmp_path / "left")
+    source = Failing(how, left)
     feed = Feed(source, Order(len(source), 5), batch=16, microbatch=6)
     reading = Loader(
         feed,
@@ -98,4 +112,4 @@ def test_a_worker_that_fails_is_named_and_changes_nothing(
     assert [each.kind for each in told] == ["worker"]
     assert "loader worker" in told[0].what
     assert "samples" in told[0].what
-    assert longest_s < 5
+    return longest_s
