@@ -197,7 +197,6 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     """
     rank_state.check_words(assembly.task, assembly.spec)
     if group.is_alone:
-        assembly.told.extend(rank_state.describe(group, assembly.task))
         return
     source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
     tried = assembly.tried
