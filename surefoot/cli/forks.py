@@ -69,6 +69,9 @@ def serve(descriptor: int) -> None:
 def _load() -> None:
     """Import the modules that every rank uses, lazy imports included, before the first fork."""
 
+    from surefoot.cli import options
+
+    options.import_torch()
     import surefoot.cli.main
     import surefoot.tasks
     import surefoot.train.run  # noqa: F401

@@ -46,6 +46,7 @@ def ledger(
 
     if loop_ledger.is_loop_run(run):
         return _print_loop_ledger(run, sample, json=json)
+    options.import_torch()
     from surefoot.components.data import consumed
     from surefoot.contract import events
     from surefoot.contract.ledger import FILE

@@ -81,6 +81,7 @@ def profile(
     if given.endswith(ENDINGS) and not is_run:
         _tell_trace(Path(given), run, json=json)
         return None
+    options.import_torch()
     from surefoot.components.profiler.tracing.window import Window, check_gpu, check_levels
 
     if nvtx:

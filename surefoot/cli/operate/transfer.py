@@ -54,6 +54,7 @@ def export(
     The file is read back and run on a batch of the task. Its outputs must equal those of the model
     within 1e-5; otherwise the file is deleted and the exit code is 1.
     """
+    options.import_torch()
     from surefoot.core.units import format_bytes
     from surefoot.train.look_back import export_run
 

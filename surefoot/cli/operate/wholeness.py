@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from surefoot.cli import options
 from surefoot.cli.operate import stored
 from surefoot.contract import commits, events, loop_ledger, spec_file
 from surefoot.contract import ledger as ledgers
@@ -222,6 +223,7 @@ def _judge_ledger(
             loop.attempts,
             told,
         )
+    options.import_torch()
     from surefoot.components.data import consumed
 
     plan = consumed.check(run)

@@ -46,6 +46,7 @@ def formats(
         )
     from dataclasses import asdict
 
+    options.import_torch()
     from surefoot.components.precision.formats import find_formats
     from surefoot.components.precision.instability import advise_scale, total
 

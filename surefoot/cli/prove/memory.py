@@ -188,6 +188,7 @@ def _state_bytes_by_stage(parameters: str, ranks: int, *, is_half: bool) -> dict
 def _predict_from_spec(
     given: str, overrides: list[tuple[str, Any, str]], budget: int | None, measure: bool, tell: Any
 ) -> dict[str, Any]:
+    options.import_torch()
     from surefoot.cli.left_out import name_left_out
     from surefoot.contract import spec_file
     from surefoot.prove import memory as room

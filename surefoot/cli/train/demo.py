@@ -21,6 +21,7 @@ def demo(json: JsonOption = False, traceback: TracebackOption = False) -> int:
     page. The ladder uses a few pairs of short runs: its results are a demonstration and no
     measurement to quote.
     """
+    options.import_torch()
     from surefoot.cli.train.train import finish
     from surefoot.contract import spec_file
     from surefoot.train.run import Run

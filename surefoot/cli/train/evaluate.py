@@ -38,6 +38,7 @@ def evaluate(
     traceback: TracebackOption = False,
 ) -> None:
     """Evaluate the saved weights of a run on a split, in the precision of its training."""
+    options.import_torch()
     from surefoot.components.observe.console import format_score
     from surefoot.core.units import format_number
     from surefoot.train.look_back import evaluate_run

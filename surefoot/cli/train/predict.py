@@ -44,6 +44,7 @@ def predict(
     The file has one array per tensor that the task's forward returns, with one row per sample, in
     order.
     """
+    options.import_torch()
     from surefoot.train.look_back import predict_run
 
     path, shapes, used = predict_run(run, step, split, data, output, quiet=quiet or json, use=task)

@@ -77,6 +77,7 @@ def resume(
     An unfinished run resumes in its folder with its own spec, as if it had not been interrupted.
     With --fork, a new run starts from a checkpoint of the run, and its spec may differ.
     """
+    options.import_torch()
     from surefoot.cli.train.train import finish, lengthen, tell_finished
     from surefoot.contract import events, spec_file
     from surefoot.core.errors import SpecError

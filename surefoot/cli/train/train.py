@@ -101,6 +101,7 @@ def train(
         goes_on = run is not None and not fresh and weights is None
         return options.launch_ranks(ranks, origin.spec, run if goes_on else None, max_restarts)
 
+    options.import_torch()
     from surefoot.train.run import Run
 
     start = None if weights is None else _start(weights, partial=partial_weights)
