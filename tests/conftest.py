@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
+num_frozen = [0]  # modules that were loaded at the last freeze
+MANY = 300  # modules: torch loads more at the first optimizer, and to compile
 
 # no deadline: a busy machine is no failure; derandomised: the same examples each time, nothing
 # kept on disk
@@ -71,12 +73,26 @@ def mark_slow_members(items: list[pytest.Item], is_whole: bool) -> None:
         raise pytest.UsageError(f"marked as quick, but no member has the id: {unknown}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # a third of the time: millions of objects are made, and hardly any is freed
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
-    gc.collect()
-    # else each collection looks through every module and test again: seconds, each time
-    gc.freeze()
+    freeze()
     # by its own measure the collector would run 70 times a second: 7 % of the tests' time
     gc.set_threshold(10_000)
+
+
+def freeze() -> None:
+    """Spare each later collection a look through every module and test: seconds, each time."""
+    gc.collect()
+    gc.freeze()
+    num_frozen[0] = len(sys.modules)
 
 
 def find_data(name: str) -> Path:
@@ -163,6 +179,8 @@ def leaves_nothing_behind() -> Iterator[None]:
     ):
         found.append("process group")
         torch.distributed.destroy_process_group()
+    if len(sys.modules) > num_frozen[0] + MANY:
+        freeze()
     assert not found, f"the test left behind: {', '.join(found)}"
 
 

@@ -19,6 +19,7 @@ from surefoot.contract import events, manifest
 from surefoot.core.place import child_environment
 from tests.cli.conftest import Command
 from tests.cli.reference import CLI, sections
+from tests.train.small import write_task
 
 
 def weights_sha256(run: Path, step: int) -> str:
@@ -169,7 +170,7 @@ def test_what_is_wrong_before_the_run_leaves_nothing_behind(
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
 def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_path: Path) -> None:
     words = (
-        "train digits --steps 60 --quiet --set train.batch=8 "
+        f"train {shlex.quote(write_task(tmp_path))} --steps 60 --quiet --set train.batch=8 "
         "--set evaluate.every=\"'1000 steps'\" --set observe.tensorboard=false"
     )
     line = (
@@ -184,6 +185,7 @@ def test_a_process_without_output_streams_trains_all_the_same(closed: str, tmp_p
     assert done.returncode == 0
 
 
+@pytest.mark.quick("spec schema", "--help")
 @pytest.mark.parametrize("words", ["spec show digits", "spec schema", "runs --json", "--help"])
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_an_answer_that_a_full_disk_does_not_take_is_a_failure_of_storage(

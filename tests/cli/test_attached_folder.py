@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,19 @@ def run_script(folder: Path = LOOP, passes: int = 2) -> Loop:
     return loop
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loop, Path]:
+    """A loop that has ended, and its folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("ended"))
+        return run_script(), LOOP.absolute()
+
+
 @pytest.fixture
-def loop(surefoot: Command) -> Loop:
-    """A loop that has ended, with its folder in the working folder."""
-    return run_script()
+def loop(ended: tuple[Loop, Path], surefoot: Command) -> Loop:
+    """A loop that has ended, with a copy of its folder in the working folder."""
+    shutil.copytree(ended[1], LOOP)
+    return ended[0]
 
 
 def load_as_told(told: str) -> nn.Module:

@@ -73,9 +73,9 @@ def test_every_bad_part_is_named_and_the_rest_is_read(folder: Path, surefoot: Co
     assert "0.png" in told.out
 
 
-def test_real_tars_are_sound(cifar10_folder: Path, surefoot: Command) -> None:
-    row = surefoot("data", "check", *map(str, cifar10_folder.glob("test-*.tar")), "--json").row
-    assert (row["ok"], row["samples"]) == (True, 10_000)
+def test_a_real_tar_is_sound(cifar10_folder: Path, surefoot: Command) -> None:
+    row = surefoot("data", "check", str(cifar10_folder / "test-00000.tar"), "--json").row
+    assert (row["ok"], row["samples"]) == (True, 5_000)
 
 
 @pytest.mark.parametrize("verb", ["index", "check"])

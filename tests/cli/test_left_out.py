@@ -148,6 +148,7 @@ def test_a_command_names_what_it_does_not_use_even_when_quiet(
 STATES = ("parameters", "gradients", "optimizer")
 
 
+@pytest.mark.quick("layout0-divided0-4", "layout2-divided2-4", "layout4-divided4-4")
 @pytest.mark.parametrize(
     ("layout", "divided", "num_microbatches"),
     [

@@ -438,7 +438,7 @@ JUNK = (
 )
 
 
-@pytest.mark.quick("step", "ended", "committed", "started")
+@pytest.mark.quick("step", "ended", "started")
 @pytest.mark.parametrize("kind", events.KINDS)
 def test_a_record_of_other_types_is_left_out_or_told_but_never_breaks_a_verb(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,75 +5,42 @@ Modes follow the umask, and what one of them may not read is a row or an error, 
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from surefoot.core.place import child_environment
+from tests.cli.forked_commands import call, run_forked
 from tests.train.small import FEW, write_task
 
-ROOT = Path(__file__).resolve().parents[2]
 IS_ROOT = hasattr(os, "getuid") and os.getuid() == 0
 NOBODY = 65534
 
 
-# the verb once on a run that this user may read, which loads the code of ours that the other user
-# may not reach; then as that user
-AS_ANOTHER_USER = """
-import contextlib, io, os, sys
-from surefoot.cli.main import main
-def call(words):
-    sys.argv = ["surefoot", *words]
-    try:
-        main()
-    except SystemExit as left:
-        return left.code
-verb, sound, user = sys.argv[1].split(), sys.argv[2], int(sys.argv[3])
-words = sys.argv[4:]
-with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-    call([*verb, sound, *([] if "--out" in words else words[1:])])
-os.setgroups([])
-os.setgid(user)
-os.setuid(user)
-sys.exit(call([*verb, *words]))
-"""
-
-
-def surefoot(*words: str | Path, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own."""
-    return python("-m", "surefoot", *words, umask=umask)
-
-
 def as_another_user(verb: str, sound: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """The command as a user who owns nothing."""
-    return python("-c", AS_ANOTHER_USER, verb, sound, NOBODY, *words)
+    """The command as a user who owns nothing.
 
+    This user runs the verb first, on a run that may be read: that loads the code of ours that the
+    other user may not reach.
+    """
 
-def python(*words: str | Path | int, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **child_environment(threads=1),
-        "PYTHONPATH": str(ROOT),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        umask=umask,
-        cwd="/",
-        env=environment,
-        timeout=300,
-    )
+    def become_the_other() -> None:
+        first = [*verb.split(), sound, *([] if "--out" in words else words[1:])]
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            call(*first)
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+
+    return run_forked(*verb.split(), *words, folder="/", prepare=become_the_other)
 
 
 @pytest.fixture(scope="module")
@@ -86,21 +53,28 @@ def shared() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def run(shared: Path) -> Path:
-    """A run of this user, with commits, a report and outputs, under the usual umask."""
+    """A run of this user, under the usual umask, with all that the verbs write."""
     return make_run(shared, 0o022)
 
 
 def make_run(folder: Path, umask: int) -> Path:
     folder.mkdir(exist_ok=True)
     run = folder / "runs" / "mine"
-    assert (
-        surefoot("train", write_task(folder), *FEW, "--run", run, "--quiet", umask=umask).returncode
-        == 0
+    task = write_task(folder)
+    verbs: tuple[tuple[str | Path, ...], ...] = (
+        ("train", task, *FEW, "--run", run, "--quiet"),
+        ("report", run),
+        ("predict", run),
+        ("profile", run, "--steps", "1"),
     )
-    for verb in ("report", "predict"):
-        done = surefoot(verb, run, umask=umask)
-        assert done.returncode == 0, done.stderr
-    done = surefoot("profile", run, "--steps", "1", umask=umask)
+
+    def make() -> None:
+        os.umask(umask)
+        for words in verbs:
+            assert call(*words) == 0, words
+
+    words = ("checkpoint", "export", run, "--to", run / "weights.safetensors")
+    done = run_forked(*words, folder="/", prepare=make)
     assert done.returncode == 0, done.stderr
     return run
 
@@ -109,12 +83,6 @@ def make_run(folder: Path, umask: int) -> Path:
 @pytest.mark.parametrize("umask", [0o002, 0o022, 0o077])
 def test_the_modes_of_all_that_a_run_writes_follow_the_umask(umask: int, tmp_path: Path) -> None:
     run = make_run(tmp_path / "made", umask)
-    assert (
-        surefoot(
-            "checkpoint", "export", run, "--to", run / "weights.safetensors", umask=umask
-        ).returncode
-        == 0
-    )
     found = {
         path.relative_to(run).as_posix(): path.stat().st_mode for path in [run, *run.rglob("*")]
     }

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -159,13 +159,12 @@ def test_a_finished_run_of_the_previous_release_is_shown_evaluated_compared_and_
     assert "weight_decay" not in json.dumps(side_by_side["spec"])  # the same by either name
 
 
-def test_a_loop_of_the_previous_release_is_resumed_to_the_same_weights(old: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "loop.py", "attached", "99"],
-        cwd=old,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "resuming after step 11" in done.stderr
-    assert float(done.stdout) == pytest.approx(TOTAL, abs=1e-6)
+def test_a_loop_of_the_previous_release_is_resumed_to_the_same_weights(
+    old: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(old)
+    monkeypatch.setattr(sys, "argv", ["loop.py", "attached", "99"])
+    runpy.run_path("loop.py", run_name="__main__")
+    said = capsys.readouterr()
+    assert "resuming after step 11" in said.err
+    assert float(said.out) == pytest.approx(TOTAL, abs=1e-6)

@@ -24,6 +24,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.train.record import profiling, windows
 from surefoot.train.run import Run
 from tests.cli.conftest import Command
+from tests.cli.forked_commands import start_forked
 from tests.train.small import TEXT
 
 FILES = {
@@ -128,23 +129,11 @@ def test_what_a_killed_repetition_left_goes_with_the_next_one_and_one_that_goes_
         return set((tmp_path / "here" / "profile").glob(".repeated-*"))
 
     assert surefoot("train", task, "--run", "here", "--quiet").code == 0
-    words = [
-        sys.executable,
-        "-m",
-        "surefoot",
-        "profile",
-        "here",
-        "--steps",
-        "1000000",
-        "--with",
-        "",
-    ]
-    process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    words = ("profile", "here", "--steps", "1000000", "--with", "")
+    process = start_forked(*words, folder=tmp_path)
     try:
         while not any((place / "run" / events.FILE).is_file() for place in find_places()):
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.05)
         process.send_signal(signal.SIGSTOP)
         places = find_places()
@@ -153,7 +142,7 @@ def test_what_a_killed_repetition_left_goes_with_the_next_one_and_one_that_goes_
         assert len(places) == 1
     finally:
         process.kill()
-        process.communicate(timeout=600)
+        process.wait()
     assert find_places() == places
     assert surefoot("profile", "here", "--steps", "1", "--with", "").code == 0
     assert not find_places()
@@ -226,30 +215,20 @@ def test_a_trace_is_read_again_and_drawn_where_asked(
 
 @pytest.fixture
 def live(task: str, tmp_path: Path) -> Iterator[Path]:
-    """A run in another process that goes on until it is ended."""
-    words = [
-        sys.executable,
-        "-m",
-        "surefoot",
-        "train",
-        task,
-        "--run",
-        "live",
-        "--quiet",
-        "--set",
-        'train.length="10 M steps"',
-    ]
-    process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    """A run in another process that goes on until it is ended, and mostly sleeps."""
+    (tmp_path / "mine.py").write_text(
+        TEXT.replace("        # FORWARD", "        __import__('time').sleep(0.01)")
     )
+    words = ("train", task, "--run", "live", "--quiet", "--set", 'train.length="10 M steps"')
+    process = start_forked(*words, folder=tmp_path)
     try:
         while not any(isinstance(event, Step) for event in _events(tmp_path / "live")):
-            assert process.poll() is None, process.communicate()[0]
+            assert process.poll() is None, (tmp_path / "said").read_text()
             time.sleep(0.05)
         yield tmp_path / "live"
     finally:
         process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=600)
+        process.wait()
 
 
 def _events(run: Path) -> list[events.Event]:

@@ -5,15 +5,18 @@ One page of a run or several, whatever names a stranger chose, read by a browser
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
 from surefoot.cli.look import past as past_run
@@ -26,6 +29,17 @@ from surefoot.core.errors import InputError
 from tests.cli import past_runs as past
 from tests.cli.conftest import Command
 from tests.cli.past_profile import write_ladder, write_profile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def templates_are_compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Not for each page, which takes longer than the rest of it."""
+    kept = jinja2.FileSystemBytecodeCache(str(tmp_path_factory.mktemp("templates")))
+    made = functools.partial(jinja2.Environment, bytecode_cache=kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jinja2, "Environment", made)
+        yield
+
 
 HOSTILE = {
     "a script": "<script>window.hostile = 1</script>",
@@ -266,6 +280,7 @@ def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
     ],
     ids=("torn", "a list", "newer", "nested"),
 )
+@pytest.mark.quick("operators.json", "memory.json")
 @pytest.mark.parametrize("name", ["operators.json", "roofline.json", "memory.json"])
 def test_a_damaged_part_of_a_profile_is_named_and_the_rest_is_shown(
     text: str, told: str, name: str, surefoot: Command

@@ -10,14 +10,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from surefoot.components.checkpoint.foreign import import_weights
 from surefoot.components.data import consumed
 from surefoot.contract import manifest
 from surefoot.train.resume.start import Start
 from tests.cli.conftest import Command
+from tests.cli.forked_commands import reads_in_forks
 from tests.cli.resumed_runs import STEPS, spec, started, train, trained
 from tests.train.test_resume import bits
 
-__all__ = ["spec", "trained"]  # fixtures
+__all__ = ["reads_in_forks", "spec", "trained"]  # fixtures
+
+
+def write_imported(weights: dict[str, torch.Tensor]) -> None:
+    """The folder `other`, as `surefoot checkpoint import` writes it once it has read a file."""
+    save_file(weights, "other.safetensors")
+    import_weights(Path("other.safetensors"), Path("other"), weights, {})
 
 
 def test_weights_alone_begin_anew_with_what_fits_and_say_what_did_not(
@@ -73,8 +81,7 @@ def test_a_new_run_that_was_killed_before_its_first_save_still_has_the_weights(
 def test_weights_none_of_which_fit_are_refused_with_both_sides(
     spec: Path, surefoot: Command
 ) -> None:
-    save_file({"other.weight": torch.zeros(3)}, "other.safetensors")
-    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    write_imported({"other.weight": torch.zeros(3)})
     answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
     assert answer.code == 2
     assert "missing: 0.weight, 0.bias" in answer.err
@@ -82,6 +89,7 @@ def test_weights_none_of_which_fit_are_refused_with_both_sides(
     assert not Path("new").exists()
 
 
+@pytest.mark.usefixtures("reads_in_forks")
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
 def test_the_hint_names_the_prefix_that_a_wrapper_put_before_all_names(
     prefix: str, spec: Path, surefoot: Command
@@ -100,9 +108,7 @@ def test_the_hint_names_the_prefix_where_only_some_names_have_it(
     spec: Path, surefoot: Command
 ) -> None:
     names = {"0.weight": "0.weight", "0.bias": "0.bias", "2.weight": "m.2.weight"}
-    weights = {told: torch.randn(PRETRAINED[name]) for name, told in names.items()}
-    save_file(weights, "other.safetensors")
-    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    write_imported({told: torch.randn(PRETRAINED[name]) for name, told in names.items()})
     answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
     assert "checkpoint import --strip m., so" in answer.err
     assert "or add --partial-weights to load" in answer.err
@@ -120,17 +126,14 @@ IN_PART: dict[str, tuple[dict[str, tuple[int, ...]], str]] = {
 }
 
 
-@pytest.mark.quick("another name")
 @pytest.mark.parametrize("case", IN_PART)
 def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
     case: str, spec: Path, surefoot: Command
 ) -> None:
     changed, words = IN_PART[case]
-    save_file(
-        {name: torch.randn(shape) for name, shape in {**PRETRAINED, **changed}.items() if shape},
-        "other.safetensors",
+    write_imported(
+        {name: torch.randn(shape) for name, shape in {**PRETRAINED, **changed}.items() if shape}
     )
-    assert surefoot("checkpoint", "import", "other.safetensors", "--to", "other").code == 0
     answer = surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet")
     assert answer.code == 2
     assert "fit only a part of the model: loaded" in answer.err
@@ -151,8 +154,7 @@ def test_weights_that_fit_in_part_are_refused_unless_that_is_asked_for(
 
 
 def test_weights_that_fit_wholly_need_no_further_word(spec: Path, surefoot: Command) -> None:
-    save_file({name: torch.randn(shape) for name, shape in PRETRAINED.items()}, "other.safetensors")
-    surefoot("checkpoint", "import", "other.safetensors", "--to", "other")
+    write_imported({name: torch.randn(shape) for name, shape in PRETRAINED.items()})
     assert surefoot("train", spec, "--weights", "other", "--run", "new", "--quiet").code == 0
     (told,) = [
         note for note in started("new")[0].notes if note.startswith("started with the weights")
@@ -166,6 +168,7 @@ def test_partial_weights_without_weights_are_refused(spec: Path, surefoot: Comma
     assert "--partial-weights needs --weights DIR" in answer.err
 
 
+@pytest.mark.usefixtures("reads_in_forks")
 def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
     spec: Path, surefoot: Command
 ) -> None:

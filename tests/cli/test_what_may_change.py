@@ -231,6 +231,7 @@ OWN = """    def optimizer(self, groups):
     def data(self, split):"""
 
 
+@pytest.mark.quick("False-schedule.name=cosine", "True-optim.lr=0.001")
 @pytest.mark.parametrize("stated", ["optim.lr=0.001", "optim.name=adamw", "schedule.name=cosine"])
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_a_default_that_overrules_the_tasks_own_by_being_stated_is_no_change_in_silence(

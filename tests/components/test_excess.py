@@ -20,13 +20,17 @@ from surefoot.components.checkpoint import foreign
 from surefoot.contract import manifest
 from surefoot.core.errors import InputError, TaskError
 from surefoot.train.run import Run
+from tests.prove.forked import programs_are_forked
 from tests.train.small import Small, spec
+
+__all__ = ["programs_are_forked"]
 
 DEEP = (1,) * 1000
 
 
 @pytest.mark.quick("safetensors")
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
+@pytest.mark.usefixtures("programs_are_forked")
 def test_an_import_names_the_tensor_that_no_checkpoint_holds(ending: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{ending}"
     held = {"deep": torch.ones(DEEP), "wide": torch.ones(0, 1 << 30, 1 << 20), "w": torch.ones(3)}

@@ -22,6 +22,9 @@ from surefoot.components.checkpoint import foreign
 from surefoot.components.checkpoint.foreign import child
 from surefoot.contract import commits, manifest
 from surefoot.core.errors import InputError, RunFolderError
+from tests.prove.forked import programs_are_forked
+
+__all__ = ["programs_are_forked"]
 
 ROOT = Path(__file__).resolve().parents[2]
 TWO_RANKS = ROOT / "tests" / "fixtures" / "dcp_two_ranks"
@@ -306,6 +309,7 @@ def test_two_files_of_a_folder_that_hold_one_name_are_refused(tmp_path: Path) ->
         child.read(tmp_path)
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_damaged_commit_of_our_own_is_not_given_a_fresh_digest(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "run", 4, {"model": nn.Linear(3, 4)})
     folder = manifest.step_folder(tmp_path / "run", 4)
@@ -332,6 +336,7 @@ def test_a_damaged_commit_of_our_own_is_not_given_a_fresh_digest(tmp_path: Path)
     assert list(foreign.open_foreign(copied / "mine.safetensors").tensors) == ["a"]
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_imported_weights_are_a_commit_that_a_model_loads_and_safetensors_opens(
     tmp_path: Path,
 ) -> None:

@@ -18,6 +18,9 @@ from surefoot.components.checkpoint import foreign
 from surefoot.components.checkpoint.foreign import child
 from surefoot.core.errors import InputError
 from tests.components.test_foreign import ROOT
+from tests.prove.forked import programs_are_forked
+
+__all__ = ["programs_are_forked"]
 
 
 class Hostile:
@@ -74,6 +77,7 @@ def test_a_hostile_pickle_runs_nothing_even_without_the_confinement(
 @pytest.mark.quick("as_zip")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("write", [as_zip, as_metadata])
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_hostile_pickle_is_refused_in_words(
     write: Callable[[Path, Hostile], Path], tmp_path: Path
 ) -> None:
@@ -85,6 +89,7 @@ def test_a_hostile_pickle_is_refused_in_words(
     assert len(str(caught.value)) < 1_000
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_tensor_that_claims_terabytes_is_refused_by_the_bound_on_memory(tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(1).expand(2**40)}, tmp_path / "bomb.pt")
     with pytest.raises(InputError, match=r"bomb\.pt"):

@@ -26,6 +26,7 @@ def tables(**optim: Any) -> dict[str, Any]:
     return {**TABLES, "optim": {"clip": 0.0, **optim}}
 
 
+@pytest.mark.quick("optimizer0", "optimizer2")
 @pytest.mark.parametrize(
     "optimizer",
     [

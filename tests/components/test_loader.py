@@ -35,6 +35,9 @@ from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
 from surefoot.train.step.reading import make_settings
 from tests.components.loading import Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
+from tests.prove.forked import programs_are_forked
+
+__all__ = ["programs_are_forked"]
 
 BATCH, STEPS, SEED = 16, 21, 5  # three epochs; the last batch of each has one sample
 CREWS = [
@@ -325,7 +328,8 @@ def test_threads_leave_the_threads_of_torch_alone() -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith("surefoot-loader")]
 
 
-def test_workers_die_with_the_process_that_began_them() -> None:
+@pytest.mark.usefixtures("programs_are_forked")
+def test_workers_die_with_the_process_that_began_them(tmp_path: Path) -> None:
     code = (
         "import sys, multiprocessing, time\n"
         "from tests.components.test_loader import loader\n"
@@ -336,8 +340,9 @@ def test_workers_die_with_the_process_that_began_them() -> None:
         "print(*(each.pid for each in multiprocessing.active_children()), flush=True); "
         "time.sleep(60)\n"
     )
+    (tmp_path / "parent.py").write_text(code)
     parent = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, str(tmp_path / "parent.py")],
         stdout=subprocess.PIPE,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -45,7 +45,7 @@ def compiled(model: nn.Module, what: str) -> CompiledRegions:
     return compile_regions(regions, backend="aot_eager", on_failure="stop")
 
 
-@pytest.mark.quick("150 KiB-blocks-2", "every 2-blocks-2", "full-blocks-1", "operators-blocks-1")
+@pytest.mark.quick("150 KiB-blocks-2", "operators-blocks-1")
 @pytest.mark.parametrize(
     ("how", "what", "kinds"),
     [

@@ -29,6 +29,7 @@ class Repeats(small.Small):
         )
 
 
+@pytest.mark.quick("None-full", "2-operators", "2-6 KiB")
 @pytest.mark.parametrize("how", ["full", "operators", "6 KiB"])
 @pytest.mark.parametrize("microbatch", [None, 2])
 def test_a_run_recomputes_with_a_line_of_the_spec_and_trains_to_the_same_bits(

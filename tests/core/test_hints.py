@@ -96,7 +96,9 @@ def find_texts(tree: ast.AST, name: str) -> Iterator[Text]:
             yield Text(f"{name}:{node.lineno}", node.value)
 
 
-def every_text() -> list[Text]:
+@pytest.fixture(scope="module")
+def texts() -> list[Text]:
+    """Every text of the package."""
     files = sorted(PACKAGE.rglob("*.py"))
     return [
         text
@@ -138,16 +140,18 @@ def find_faults(text: Text, verbs: dict[str, set[str]]) -> Iterator[str]:
             yield f"{text.where}: there is no command surefoot {verb}"
 
 
-def test_every_command_that_surefoot_names_has_its_verb_and_its_options() -> None:
-    verbs, texts = every_verb(), every_text()
+def test_every_command_that_surefoot_names_has_its_verb_and_its_options(
+    texts: list[Text],
+) -> None:
+    verbs = every_verb()
     assert [fault for text in texts for fault in find_faults(text, verbs)] == []
     assert sum(len(COMMAND.findall(text.text)) for text in texts) > 100  # they are found
 
 
-def test_every_option_that_surefoot_names_is_one() -> None:
+def test_every_option_that_surefoot_names_is_one(texts: list[Text]) -> None:
     known = set().union(*every_verb().values()) | OF_OTHERS
     # others are words of a command for a process of ours
-    told = [text for text in every_text() if " " in text.text]
+    told = [text for text in texts if " " in text.text]
     assert [
         f"{text.where}: {each}"
         for text in told
@@ -184,8 +188,9 @@ def find_wrong_values(text: Text) -> Iterator[str]:
                 yield f"{text.where}: {table}.{key} = {value}: {error.message}"
 
 
-def test_every_key_of_a_spec_that_surefoot_names_is_one_and_takes_the_value_that_is_named() -> None:
-    texts = every_text()
+def test_every_key_of_a_spec_that_surefoot_names_is_one_and_takes_the_value_that_is_named(
+    texts: list[Text],
+) -> None:
     assert [fault for text in texts for fault in find_unknown_keys(text)] == []
     assert [fault for text in texts for fault in find_wrong_values(text)] == []
     assert sum(len(SETTING.findall(text.text)) for text in texts) > 50  # they are found

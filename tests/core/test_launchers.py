@@ -6,7 +6,6 @@ Several tasks are refused with the line to type, one process is not.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import surefoot
 from surefoot.core.errors import InputError
 from surefoot.core.place import child_environment
 from surefoot.core.process.launchers import describe, find_tasks
+from tests.cli.forked_commands import run_forked
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -111,44 +111,25 @@ def test_tasks_on_several_hosts_are_to_start_one_torchrun_a_host() -> None:
     )
 
 
-def train(
-    folder: Path, variables: Mapping[str, str], *words: str, more: tuple[str, ...] = ()
-) -> subprocess.CompletedProcess[str]:
-    command = [
-        *words,
-        "train",
-        "digits",
-        "--steps",
-        "2",
-        "--set",
-        "schedule.warmup=1 steps",
-        "--quiet",
-        "--json",
-        "--run",
-        "run",
-        *more,
-    ]
-    environment = {
-        **child_environment(threads=1),
-        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
-        **variables,
-    }
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+TRAIN = (
+    "train",
+    "digits",
+    "--steps",
+    "2",
+    "--set",
+    "schedule.warmup=1 steps",
+    "--quiet",
+    "--json",
+    "--run",
+    "run",
+)
 
 
 @pytest.mark.parametrize("more", [(), ("--ranks", "2")], ids=["one process", "--ranks"])
 def test_train_refuses_to_be_one_of_several_tasks_and_writes_nothing(
     more: tuple[str, ...], tmp_path: Path
 ) -> None:
-    done = train(tmp_path, SEVERAL["srun"][0], sys.executable, "-m", "surefoot", more=more)
+    done = run_forked(*TRAIN, *more, folder=tmp_path, variables=SEVERAL["srun"][0])
     assert done.returncode == 2, done.stderr
     assert "srun started this command 2 times (SLURM_STEP_NUM_TASKS=2)" in done.stderr
     assert "hint: srun --ntasks=1 surefoot train digits --ranks 2" in done.stderr
@@ -178,10 +159,9 @@ def test_attach_refuses_unless_the_loop_has_joined_its_ranks(
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.quick("a batch script with 8 tasks")
 @pytest.mark.parametrize("name", ["independent runs", "a batch script with 8 tasks"])
 def test_what_is_one_process_trains(name: str, tmp_path: Path) -> None:
-    done = train(tmp_path, ALONE[name], sys.executable, "-m", "surefoot")
+    done = run_forked(*TRAIN, folder=tmp_path, variables=ALONE[name])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["step"] == 2
 
@@ -203,5 +183,18 @@ def test_the_line_for_several_hosts_trains_as_it_is_typed(tmp_path: Path) -> Non
     words = shlex.split(
         line.replace("torchrun", f"{shlex.quote(sys.executable)} -m torch.distributed.run", 1)
     )
-    done = train(tmp_path, {**os.environ, **SEVERAL["srun"][0]}, *words, "surefoot")
+    environment = {
+        **child_environment(threads=1),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+        **SEVERAL["srun"][0],
+    }
+    done = subprocess.run(
+        [*words, "surefoot", *TRAIN],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,7 @@ from surefoot.core.place import child_environment
 from surefoot.core.process import memory_limits
 from surefoot.core.process.memory_limits import count_kills, find_available_bytes, find_limit
 from surefoot.core.process.refused import is_refused
+from tests.cli.forked_commands import run_forked
 from tests.world.launched import Supervised
 
 HOST = psutil.virtual_memory().total
@@ -201,7 +202,6 @@ class Large(Digits):
 """
 
 
-@pytest.mark.quick("loss")
 @pytest.mark.parametrize("where", ["init", "model", "data", "loss"])
 def test_a_task_that_is_refused_memory_ends_with_7_wherever_it_asks(
     where: str, tmp_path: Path
@@ -218,7 +218,11 @@ def test_a_task_that_is_refused_memory_ends_with_7_wherever_it_asks(
         "schedule.warmup=1 steps",
         "--quiet",
     )
-    done = run(tmp_path, words, 32 << 30)
+    done = run_forked(
+        *words,
+        folder=tmp_path,
+        prepare=lambda: resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)),
+    )
     assert done.returncode == 7, done.stderr
     assert "allocate" in done.stderr
     assert "this process may use at most " in done.stderr

@@ -4,9 +4,9 @@ only the modules that it uses."""
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -32,14 +32,74 @@ BEFORE = {
 LAZY = "surefoot.components.data"
 
 
-@pytest.mark.parametrize("home", BEFORE)
-def test_every_name_of_an_old_path_can_be_imported(home: str) -> None:
-    names = BEFORE[home].split()
-    code = f"from {home} import {', '.join(names)}; print(*({', '.join(names)},), sep='\\n')"
+NEIGHBORS, DIGITS = "the neighbors of a submodule", "a run of digits"
+# each program in a process that has loaded torch and nothing of surefoot
+FORKS = """
+import json, os, sys, traceback
+import torch
+codes = {}
+for name, program in json.loads(sys.argv[1]).items():
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            for number, kind in ((1, "out"), (2, "error")):
+                path = os.path.join(sys.argv[2], f"{name}.{kind}")
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            exec(program, {"__name__": "__main__"})
+            sys.stdout.flush()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+print(json.dumps(codes))
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, str]]:
+    """The exit code, the output and the errors of each program, by its name."""
+    folder = tmp_path_factory.mktemp("programs")
+    programs = {
+        NEIGHBORS: (
+            "import sys; from surefoot.components.data import order; "
+            "print('surefoot.components.data.tars' in sys.modules)"
+        ),
+        DIGITS: (
+            "import sys\n"
+            "from surefoot.cli.main import main\n"
+            f"sys.argv = ['surefoot', 'train', 'digits', '--steps=2', '--run={folder / 'r'}']\n"
+            "try:\n    main()\n"
+            "except SystemExit as end:\n    assert end.code == 0, end.code\n"
+            "loaded = [name for name in sys.modules if name.partition('.')[0] == 'surefoot']\n"
+            "print('loaded', len(loaded))\n"
+        ),
+    }
+    for home, names in BEFORE.items():
+        listed = ", ".join(names.split())
+        programs[home] = f"from {home} import {listed}; print(*({listed},), sep='\\n')"
     done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True
+        [sys.executable, "-c", FORKS, json.dumps(programs), str(folder)],
+        check=True,
+        timeout=600,
+        capture_output=True,
+        text=True,
     )
-    assert len(done.stdout.splitlines()) == len(names)
+    return {
+        name: (code, (folder / f"{name}.out").read_text(), (folder / f"{name}.error").read_text())
+        for name, code in json.loads(done.stdout).items()
+    }
+
+
+@pytest.mark.parametrize("home", BEFORE)
+def test_every_name_of_an_old_path_can_be_imported(
+    home: str, said: dict[str, tuple[int, str, str]]
+) -> None:
+    code, out, error = said[home]
+    assert code == 0, error
+    assert len(out.splitlines()) == len(BEFORE[home].split())
 
 
 def test_an_old_path_names_the_new_one() -> None:
@@ -65,27 +125,17 @@ def test_a_name_that_is_nowhere_is_an_attribute_error() -> None:
         _ = importlib.import_module(LAZY).Arays
 
 
-def test_a_submodule_is_found_without_its_neighbors() -> None:
-    code = (
-        "import sys; from surefoot.components.data import order; "
-        "print('surefoot.components.data.tars' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "False"
+def test_a_submodule_is_found_without_its_neighbors(
+    said: dict[str, tuple[int, str, str]],
+) -> None:
+    code, out, error = said[NEIGHBORS]
+    assert code == 0, error
+    assert out.strip() == "False"
 
 
-def test_a_run_of_digits_loads_fewer_than_200_modules_of_surefoot(tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from surefoot.cli.main import main\n"
-        f"sys.argv = ['surefoot', 'train', 'digits', '--steps=2', '--run={tmp_path / 'r'}']\n"
-        "try:\n    main()\n"
-        "except SystemExit as end:\n    assert end.code == 0, end.code\n"
-        "print('loaded', sum(name.partition('.')[0] == 'surefoot' for name in sys.modules))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], check=True, timeout=600, capture_output=True, text=True
-    )
-    assert int(done.stdout.split()[-1]) < 200
+def test_a_run_of_digits_loads_fewer_than_200_modules_of_surefoot(
+    said: dict[str, tuple[int, str, str]],
+) -> None:
+    code, out, error = said[DIGITS]
+    assert code == 0, error
+    assert int(out.split()[-1]) < 200

@@ -113,6 +113,7 @@ def test_a_bootstrap_draws_from_its_seed_alone() -> None:
     assert len({bootstrap_median(values, seed=seed) for seed in range(20)}) > 1
 
 
+@pytest.mark.quick("6", "15")
 @pytest.mark.parametrize("count", [6, 7, 15])
 def test_identical_arms_show_no_effect_in_at_least_nine_of_ten_trials(count: int) -> None:
     """Both arms draw from one distribution of times.
@@ -251,6 +252,7 @@ def test_student_s_quantile_holds_the_share_of_drawn_values_that_it_says(freedom
     assert (np.abs(drawn) <= student_quantile(freedom)).mean() == pytest.approx(0.95, abs=0.003)
 
 
+@pytest.mark.quick("3-3-True", "2-6-False")
 @pytest.mark.parametrize(
     ("ours", "theirs", "paired"), [(3, 3, False), (3, 3, True), (2, 6, False), (5, 5, False)]
 )

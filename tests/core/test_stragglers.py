@@ -43,6 +43,7 @@ def watched(rows: list[list[Pace]]) -> list[tuple[int, Straggler]]:
     ]
 
 
+@pytest.mark.quick("0.0-2", "0.05-2", "0.05-8")
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_a_rank_that_is_slowed_by_30_percent_is_named_within_20_steps(
@@ -62,6 +63,7 @@ def test_a_rank_that_is_slowed_by_30_percent_is_named_within_20_steps(
         assert watched(slowed)[0][0] <= 20  # from the start of a run as well
 
 
+@pytest.mark.quick("2-0.3-0", "2-1.0-4", "8-0.3-0")
 @pytest.mark.parametrize(
     ("num_ranks", "noise", "most"),
     [(2, 0.05, 0), (2, 0.3, 0), (2, 1.0, 4), (8, 0.3, 0), (8, 1.0, 0)],

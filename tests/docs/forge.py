@@ -2,7 +2,9 @@
 
 So a hundred snippets cost one import.
 Reads one JSON job a line from standard input: {"folder", "log", "variables", "arguments"};
-`arguments` is either ["surefoot", ...] or ["python", file]. Answers with the exit code.
+`arguments` is either ["surefoot", ...] or what Python is given: ["python", file, ...] or
+["python", "-m", module, ...], of which the programs that it starts are forks, too. Answers with
+the exit code.
 A job has its own process, output file and working folder.
 """
 
@@ -12,14 +14,17 @@ import importlib
 import json
 import os
 import pkgutil
-import runpy
 import signal
 import sys
 import traceback
 from contextlib import suppress
 from typing import Any
 
+from tests.prove.forked import be, forking
+
 MAX_S = 180
+# it imports the compiler of torch, which takes longer than all others and is seldom needed
+LEFT_OUT = "surefoot.components.compiler.kernels"
 
 
 def serve() -> None:
@@ -41,8 +46,10 @@ def import_all() -> None:
 
     import surefoot.cli
 
+    with suppress(ImportError):
+        importlib.import_module("torch.utils.tensorboard")
     for module in pkgutil.walk_packages(surefoot.__path__, "surefoot."):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and module.name != LEFT_OUT:
             with suppress(ImportError):
                 importlib.import_module(module.name)
 
@@ -65,9 +72,9 @@ def run(job: dict[str, Any]) -> None:
 
             main()
         else:
-            sys.argv = sys.argv[1:]
             sys.path.insert(0, job["folder"])
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            with forking():
+                be(sys.argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
         if isinstance(end.code, str):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Self
 
 from tests.docs.snippets import PYTHON, SHELL, Block, blocks
+from tests.prove.forked import forking
 
 ROOT = Path(__file__).resolve().parents[2]
 # what a reader has beside him when he types a command
@@ -30,14 +31,15 @@ class Forge:
     def __init__(self, root: Path = ROOT) -> None:
         command = [sys.executable, str(Path(__file__).with_name("forge.py"))]
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command,
-            cwd=root,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        with forking():
+            self._process = subprocess.Popen(
+                command,
+                cwd=root,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
 
     def run(self, arguments: list[str], folder: Path, log: Path, variables: dict[str, str]) -> int:
         """The exit code of one program."""
@@ -123,13 +125,13 @@ class Reader:
         return bool(self.left_out) and any(not (self.place / name).exists() for name in needed)
 
     def _type(self, block: Block) -> None:
-        plain = all(map(_is_plain, block.commands))
-        # one shell for the block, so that `cd` lasts
-        steps = block.commands if plain else ["\n".join(block.commands)]
+        # one shell for the block where something is to last, as `cd` does
+        lasts = any(re.search(r"^(cd|export|source|set|\w+=)|[\n\\]", c) for c in block.commands)
+        steps = ["\n".join(block.commands)] if lasts else block.commands
         self.log.write_text("")
         for number, command in enumerate(steps, start=1):
             wanted = int(block.asks.get("exits", "0")) if number == len(steps) else 0
-            ended = self._plain(command) if plain else self._shell(command)
+            ended = self._plain(command) if _is_plain(command) else self._shell(command)
             if ended != wanted:
                 self._fail(
                     block,
@@ -202,8 +204,9 @@ class Reader:
 
 
 def _is_plain(command: str) -> bool:
-    """Whether it is one `surefoot ...` with nothing for a shell to do.
+    """Whether it is one `surefoot ...` or `python ...` with nothing for a shell to do.
 
     Such a command needs no process of its own.
     """
-    return re.fullmatch(r"surefoot [^|&;<>$(){}*?~`#\n]*", command) is not None
+    programs = r"surefoot|python (-m torch\.distributed\.run|\w[\w/.]*\.py)"
+    return re.fullmatch(rf"({programs})( [^|&;<>$(){{}}*?~`#\n]*)?", command) is not None

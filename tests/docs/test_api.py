@@ -74,7 +74,8 @@ def test_each_parameter_of_a_public_name_is_documented() -> None:
 def test_no_docstring_of_a_function_lists_a_parameter_that_it_does_not_have() -> None:
     stale, num_read = [], 0
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        for node in ast.walk(ast.parse(text)) if "Args:" in text else ():
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 taken = {each.arg for each in ast.walk(node.args) if isinstance(each, ast.arg)}
                 listed = api_page.read_items(ast.get_docstring(node) or "", "Args")

@@ -22,10 +22,11 @@ GUIDES = (
     "loading",
     "memory",
     "precision",
+    "profiling",
     "report",
     "several-ranks",
 )
-LONG = {"docs/concepts/roofline.md", "docs/reference/cli.md"}
+LONG = {"docs/concepts/roofline.md", "docs/reference/cli.md", "docs/reference/run-folder.md"}
 LONG |= {f"docs/guides/{name}.md" for name in GUIDES}
 
 

@@ -56,11 +56,9 @@ LEARNED = {
     "complex_weights": ("<", 0.01),
 }
 LONG = ("reinforcement",)  # whose comparisons but that with the plain loop are slow
+# what a resumed run has beside its weights, or a kind of weights, one of each
+QUICK = ("contrastive", "wgan", "truncated", "swa", "sparse_embeddings", "complex_weights")
 WHOLE_ONLY = ("contrastive", "swa")  # a loss over pairs; a BatchNorm sees its microbatch
-
-
-def _long(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.slow) if name in LONG else name
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +150,8 @@ def test_a_kind_trains_as_a_plain_loop_does(name: str, whole: Any) -> None:
     assert_close(whole(name), plain.train(name, kind, getattr(kind, TASKS[name])(), STEPS))
 
 
-@pytest.mark.parametrize("name", [_long(name) for name in TASKS if name not in WHOLE_ONLY])
+@pytest.mark.quick(*set(TASKS) - {*WHOLE_ONLY, *LONG, "ctc", "detection"})
+@pytest.mark.parametrize("name", [name for name in TASKS if name not in WHOLE_ONLY])
 def test_a_kind_trains_in_microbatches_as_whole(name: str, whole: Any, tmp_path: Path) -> None:
     assert_close(
         train(name, tmp_path / "run", microbatch=load(name).SPEC.train.batch // 4), whole(name)
@@ -164,7 +163,8 @@ def test_a_contrastive_loss_is_refused_with_microbatches(tmp_path: Path) -> None
         train("contrastive", tmp_path / "run", microbatch=32)
 
 
-@pytest.mark.parametrize("name", [_long(name) for name in TASKS])
+@pytest.mark.quick(*QUICK)
+@pytest.mark.parametrize("name", TASKS)
 def test_a_kind_that_was_left_continues_to_the_same_bits(
     name: str, whole: Any, tmp_path: Path
 ) -> None:

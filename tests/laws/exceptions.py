@@ -195,7 +195,8 @@ def _raises(node: ast.AST, caught: frozenset[str]) -> Iterator[tuple[ast.Raise, 
         for child in value if isinstance(value, list) else [value]:
             if isinstance(child, ast.Raise):
                 yield child, inner
-            elif isinstance(child, ast.AST):
+            # no raise can stand in an expression
+            elif isinstance(child, ast.AST) and not isinstance(child, ast.expr):
                 yield from _raises(child, inner)
 
 

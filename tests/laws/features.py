@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.laws.fresh import ends_of_help
-from tests.laws.tree import FUNCTIONS, Violation
+from tests.laws.tree import FUNCTIONS, Violation, one_module
 
 FEATURES = "docs/reference/features.md"
 HEADER = ["id", "what", "command", "test"]
@@ -84,7 +84,7 @@ def is_a_test(root: Path, test: str) -> bool:
     path = root / file
     if not file.startswith("tests/") or not (path.is_file() or (path.is_dir() and not names)):
         return False
-    body: list[ast.stmt] = ast.parse(path.read_text(encoding="utf-8")).body if names else []
+    body = one_module(root, Path(file)).syntax.body if names else []
     for name in names:
         node = next(
             (

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from surefoot.contract import commits, digest, manifest, spec_file
 from surefoot.core.errors import InputError, RunFolderError, SpecError
+from tests.cli.forked_commands import run_forked
 
 TASK = """
 from pathlib import Path
@@ -42,7 +40,6 @@ def commit(folder: Path, *names: str) -> None:
     (folder / manifest.FILE).write_text(made.as_text())
 
 
-@pytest.mark.quick("words1", "words3", "words5", "words7")
 @pytest.mark.parametrize(
     "words",
     [
@@ -66,15 +63,7 @@ def test_reading_a_stranger_s_spec_or_run_runs_none_of_its_code(
     (tmp_path / "run" / "spec.toml").write_text(SPEC.replace("mine.py", "../mine.py"))
     (tmp_path / "run" / "events.jsonl").write_text("")
     (tmp_path / "run" / "checkpoints").mkdir()
-    command = [sys.executable, "-m", "surefoot", *words]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    done = run_forked(*words, folder=tmp_path)
     assert not canary.exists()
     assert "Traceback" not in done.stderr
     if words[0] == "spec":

@@ -12,7 +12,7 @@ from tests.laws.call_laws import CALL_LAWS
 from tests.laws.document_laws import DOCUMENT_LAWS
 from tests.laws.law import Plant, Rule
 from tests.laws.structure_laws import STRUCTURE_LAWS
-from tests.laws.tree import modules
+from tests.laws.tree import forget
 
 ROOT = Path(__file__).resolve().parents[2]
 LAWS = {**STRUCTURE_LAWS, **CALL_LAWS, **DOCUMENT_LAWS}
@@ -24,7 +24,7 @@ def frees_what_was_parsed() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-    modules.cache_clear()
+    forget()
 
 
 def grow(root: Path, files: Mapping[str, str]) -> Path:

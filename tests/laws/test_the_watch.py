@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CRASHING = """
 import os, signal, multiprocessing, pytest
 def crash(number):
@@ -46,20 +48,16 @@ def test_clean(monkeypatch, tmp_path):
 """
 
 
-def run_pytest(folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """Both files, tested under a copy of the conftest in one process."""
+    folder = tmp_path_factory.mktemp("watched")
+    (folder / "test_crashing.py").write_text(CRASHING)
+    (folder / "test_leaving.py").write_text(LEAVING)
     shutil.copy(CONFTEST, folder / "conftest.py")
+    words = ["-q", "-rA", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--rootdir",
-            str(folder),
-            str(folder),
-        ],
+        [sys.executable, "-m", "pytest", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -68,24 +66,25 @@ def run_pytest(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_crash_that_is_planted_in_a_forked_process_prints_no_stack(tmp_path: Path) -> None:
-    (tmp_path / "test_crashing.py").write_text(CRASHING)
-    done = run_pytest(tmp_path)
-    assert "5 passed" in done.stdout, done.stdout
-    assert (done.returncode, done.stderr) == (0, "")
+def test_a_crash_that_is_planted_in_a_forked_process_prints_no_stack(
+    done: subprocess.CompletedProcess[str],
+) -> None:
+    assert done.stdout.count("PASSED test_crashing.py::") == 5, done.stdout
+    assert "ERROR test_crashing.py" not in done.stdout
+    assert (done.returncode, done.stderr) == (1, "")  # for the tests that leave something
     assert "Fatal Python error" not in done.stdout
 
 
 def test_a_test_that_leaves_something_behind_fails_and_the_next_one_starts_clean(
-    tmp_path: Path,
+    done: subprocess.CompletedProcess[str],
 ) -> None:
-    (tmp_path / "test_leaving.py").write_text(LEAVING)
-    done = run_pytest(tmp_path)
     for said in (
         "behind: variable LEFT",
         "behind: working folder",
         "behind: thread waiting",
         "behind: torch's default dtype",
-        "5 passed, 4 errors",
+        "10 passed, 4 errors",
     ):
         assert said in done.stdout, done.stdout
+    assert done.stdout.count("PASSED test_leaving.py::") == 5, done.stdout
+    assert done.stdout.count("ERROR test_leaving.py::") == 4, done.stdout

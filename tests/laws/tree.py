@@ -55,7 +55,7 @@ class Module:
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
         """Every node of the syntax: two dozen laws look at all of them."""
-        return tuple(ast.walk(self.syntax))
+        return tuple(_walk(self.syntax))
 
     def at(self, line: int) -> str:
         return f"{self.path.as_posix()}:{line}"
@@ -91,6 +91,31 @@ class Module:
         return None
 
 
+def _walk(tree: ast.AST) -> list[ast.AST]:
+    """The nodes that `ast.walk` gives, in half its time."""
+    nodes = [tree]
+    for node in nodes:
+        for name in node._fields:
+            value = getattr(node, name, None)
+            if isinstance(value, list):
+                nodes.extend(each for each in value if isinstance(each, ast.AST))
+            elif isinstance(value, ast.AST):
+                nodes.append(value)
+    return nodes
+
+
+@cache
+def one_module(root: Path, path: Path) -> Module:
+    """The module at `path` from the tree's root: parsed once, whichever law asks."""
+    return Module(root, path)
+
+
+def forget() -> None:
+    """Free what was parsed."""
+    modules.cache_clear()
+    one_module.cache_clear()
+
+
 @cache
 def modules(root: Path, *folders: str) -> tuple[Module, ...]:
     """Every Python file under `folders` of the tree (the package, when none is named)."""
@@ -100,7 +125,7 @@ def modules(root: Path, *folders: str) -> tuple[Module, ...]:
         for path in sorted((root / folder).rglob("*.py"))
     )
     return tuple(
-        Module(root, path.relative_to(root))
+        one_module(root, path.relative_to(root))
         for path in found
         if not any(p.startswith(".") for p in path.relative_to(root).parts)
     )
@@ -153,8 +178,8 @@ def _imports(
                     in_function=in_function,
                     type_checking=type_checking,
                 )
-        else:
-            inside = in_function or isinstance(child, (*FUNCTIONS, ast.Lambda))
+        elif not isinstance(child, ast.expr):  # in which no import can stand
+            inside = in_function or isinstance(child, FUNCTIONS)
             yield from _imports(module, child, in_function=inside, type_checking=type_checking)
 
 

@@ -11,6 +11,7 @@ from tests.laws.tree import FUNCTIONS, Violation, modules
 
 READ = ("surefoot", "docs", "examples", "benchmarks", "recipes", "tests", ".ci")
 OWN = "tests/laws"  # where the words stand as rules
+LINE_END = "\n"
 HOSTILE = r"(?<![\w.~-])/tmp/"  # in a test it is the kind of name that must be refused
 WORDS = {
     r"(?<![\w.~-])/work/": "a path of one machine; use a path from the project's root",
@@ -103,13 +104,12 @@ def words(root: Path) -> list[Violation]:
         except UnicodeDecodeError:
             continue
         where = path.relative_to(root).as_posix()
-        for number, line in enumerate(text.splitlines(), start=1):
-            found += [
-                Violation(f"{where}:{number}", f"{hit[0]} is {why}")
-                for word, why in WORDS.items()
-                if (hit := re.search(word, line))
-                and not (word == HOSTILE and where.startswith("tests/"))
-            ]
+        found += [
+            Violation(f"{where}:{text.count(LINE_END, 0, hit.start()) + 1}", f"{hit[0]} is {why}")
+            for word, why in WORDS.items()
+            if not (word == HOSTILE and where.startswith("tests/"))
+            for hit in re.finditer(word, text)
+        ]
     return found
 
 

@@ -21,9 +21,10 @@ from surefoot.core.errors import InputError, SpecError
 from surefoot.prove.bench.rehearsal import Rehearsal
 from surefoot.prove.bench.step import vary
 from tests.cli.conftest import Command, surefoot
+from tests.prove.forked import programs_are_forked
 from tests.train.small import TEXT
 
-__all__ = ["surefoot"]
+__all__ = ["programs_are_forked", "surefoot"]
 
 SLOW_START = "if STEP < 5: import time; time.sleep(0.4)"
 
@@ -60,6 +61,7 @@ def test_a_key_that_is_varied_twice_is_refused() -> None:
         vary(lambda chosen: RunSpec(), ["train.batch=16", "train.batch=32"])
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_start_that_is_slow_is_in_the_mean_without_warm_up_and_not_in_the_one_with_it(
     spec: Path, surefoot: Command
 ) -> None:
@@ -141,6 +143,7 @@ def test_a_spec_that_is_shorter_than_the_measurement_is_made_longer(
             assert rehearsal.assembly.course.total_steps == wanted
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_task_that_fails_has_its_row_and_ends_the_verb_with_its_own_words(
     spec: Path, surefoot: Command
 ) -> None:

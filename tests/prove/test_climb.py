@@ -13,8 +13,11 @@ from surefoot.core.errors import InputError, TaskError
 from surefoot.prove.ladder import LadderSettings, child, find_rungs, gate, parse_rung, rungs
 from surefoot.prove.ladder.climb import Climb, find_piece, order_rungs
 from surefoot.prove.ladder.workbench import Workbench
+from tests.prove.forked import programs_are_forked
 from tests.prove.test_ladder import PLANTED, ROOT, SPEC
 from tests.train.small import call
+
+__all__ = ["programs_are_forked"]
 
 
 def start_spec(folder: Path, task: str = "Honest") -> Path:
@@ -234,6 +237,7 @@ def test_no_run_is_spent_on_what_its_numbers_refuse_where_that_is_asked_for(
     assert row["num_runs"] == 4  # the start, its gradients twice, and those of the rung
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_start_that_cannot_be_blurred_has_no_floor_and_the_ladder_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

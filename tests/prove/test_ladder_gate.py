@@ -109,6 +109,7 @@ def test_bf16_fails_as_nothing_and_passes_as_rounding_of_its_own_format(tensors:
     assert as_fp32.verdict == "fails"  # the bound is that of the format and no general slack
 
 
+@pytest.mark.quick("fp16-False", "masters-True")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(
     "precision",
@@ -138,6 +139,7 @@ def test_a_wrong_gradient_that_leaves_the_loss_right_fails_where_a_look_at_the_l
     assert "the gradient of 2.weight" in verdict.words
 
 
+@pytest.mark.quick("127")
 @pytest.mark.parametrize("number", [0, 5, 127])
 def test_one_zeroed_slice_of_128_fails_even_under_the_noise_of_bf16(
     number: int, tensors: Tensors

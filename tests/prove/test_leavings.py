@@ -18,6 +18,9 @@ from safetensors.torch import save_file
 
 from surefoot.components.checkpoint.tensor_files import DTYPES
 from surefoot.prove.leavings import compare, list_timed, list_unfollowed
+from tests.prove.forked import programs_are_forked
+
+__all__ = ["programs_are_forked"]
 
 WEIGHT = {"weight": torch.arange(4.0)}
 
@@ -219,6 +222,7 @@ SANDBOXED = (
     "what",
     [pytest.param(name, marks=pytest.mark.slow) if name in SANDBOXED else name for name in PAIRS],
 )
+@pytest.mark.usefixtures("programs_are_forked")
 def test_what_two_runs_left_differs_where_it_does(what: str, tmp_path: Path) -> None:
     *writers, expected = PAIRS[what]
     for name, write in zip(("one", "two"), writers, strict=True):

@@ -44,9 +44,8 @@ class Huge:
 
 
 @pytest.mark.quick(
-    "vit, bf16, none, adamw",
-    "convnet, bf16, every 2, sgd",
-    "mlp, fp32, none, muon",
+    "vit, bf16, every 2, sgd",
+    "vit, fp32, none, muon",
     "unet, fp32, operators, adamw",
     "lstm, fp32, none, sgd",
 )
@@ -60,6 +59,8 @@ class Huge:
         Named("unet", "fp32", "operators", "adamw"),
         Named("vit", "fp32", "none", "adamw"),
         Named("vit", "bf16", "none", "adamw"),
+        Named("vit", "fp32", "none", "muon"),
+        Named("vit", "bf16", "every 2", "sgd"),
     ],
     ids=lambda case: case.name,
 )

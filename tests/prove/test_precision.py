@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 from surefoot.prove.ladder import gate
+from tests.prove.forked import programs_are_forked
 from tests.train.small import call, write_task
+
+__all__ = ["programs_are_forked"]
 
 HOW = ("--precision", "--steps", "12", "--set", "train.batch=4", "--json")
 
@@ -59,6 +62,7 @@ def test_too_few_seeds_and_no_spec_are_refused(
     assert call(monkeypatch, "verify", "--precision", "--command", "true") == 2
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_what_the_spec_says_of_precision_holds_in_the_narrow_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -68,6 +72,7 @@ def test_what_the_spec_says_of_precision_holds_in_the_narrow_runs(
     assert "'none_such' matches no module" in said
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_score_that_is_no_number_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

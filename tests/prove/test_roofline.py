@@ -59,8 +59,9 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(tmp_path: Path, surefoot: Command) -> Path:
-    """A small run of a task of the user's own, finished."""
+def run(tmp_path: Path, surefoot: Command, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small run of a task of the user's own, finished; its peak is looked for in small shapes."""
+    monkeypatch.setitem(peaks.SHAPES, "cpu", peaks.SHAPES["cpu"][:2])
     (tmp_path / "mine.py").write_text(TEXT)
     (tmp_path / "mine.toml").write_text(
         '[task]\nuse = "mine.py:Mine"\n[train]\nbatch = 8\nlength = "30 steps"\n'

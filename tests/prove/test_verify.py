@@ -24,7 +24,10 @@ from surefoot.core.errors import EXIT_VERDICT_FAILS
 from surefoot.core.place import child_environment
 from surefoot.prove.attempts import Interpreters, Kill
 from surefoot.prove.verify import plan_kills
+from tests.prove.forked import programs_are_forked
 from tests.train.small import call, spec, write_task
+
+__all__ = ["programs_are_forked"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = shlex.quote(sys.executable)
@@ -88,6 +91,7 @@ def test_kills_are_at_rising_steps_before_the_last_so_that_each_attempt_reaches_
         assert all(kill.step % every == 0 for kill in planned if kill.in_save)
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_kill_waits_for_its_step_and_the_next_step_waits_for_the_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,6 +133,7 @@ PLANTED = {
 LONGER = ("a draw that no seed decides", "a generator of its own")
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow) if name in LONGER else name for name in PLANTED],
@@ -415,6 +420,7 @@ def test_the_script_does_not_outlive_verify(
         os.kill(int((tmp_path / "pid.txt").read_text()), 0)
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 @pytest.mark.parametrize("way", [pytest.param((), marks=pytest.mark.slow), ("--precision",)])
 def test_a_verify_that_is_told_to_end_leaves_no_run_and_no_folder(
     way: tuple[str, ...], tmp_path: Path

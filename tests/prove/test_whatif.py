@@ -17,9 +17,10 @@ from surefoot.prove.whatif.batch import find_splits
 from surefoot.prove.whatif.noise import gradient_of, measure_noise
 from surefoot.train.assemble import assemble
 from tests.cli.conftest import Command, surefoot
+from tests.prove.forked import programs_are_forked
 from tests.train.small import WHOLE_BATCHES, write_task
 
-__all__ = ["surefoot"]
+__all__ = ["programs_are_forked", "surefoot"]
 
 
 @pytest.fixture
@@ -32,6 +33,7 @@ def spec(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_each_batch_and_split_is_measured_with_its_updates_an_epoch(
     spec: Path, tmp_path: Path, surefoot: Command
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_command_line_that_asks_for_nothing_is_refused(
     assert said in answer.err
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_spec_that_does_not_run_has_its_error_in_its_row(spec: Path, surefoot: Command) -> None:
     answer = surefoot(
         "whatif",
@@ -172,6 +175,7 @@ def test_the_variance_of_the_gradient_falls_as_one_over_the_batch_and_its_mean_i
     assert lab.noise.scale == pytest.approx(variance / float(whole.square().sum()), rel=0.3)
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_the_noise_of_a_run_is_that_at_its_weights(
     spec: Path, tmp_path: Path, surefoot: Command
 ) -> None:

@@ -17,9 +17,10 @@ from surefoot.prove.whatif.fit import (
     find_largest,
 )
 from tests.cli.conftest import Command, surefoot
+from tests.prove.forked import programs_are_forked
 from tests.train.small import WHOLE_BATCHES, write_task
 
-__all__ = ["surefoot"]
+__all__ = ["programs_are_forked", "surefoot"]
 
 SIZES = [1, 2, 3, 4, 6, 8, 12, 24]
 
@@ -88,6 +89,7 @@ def test_the_answer_has_run_for_fifty_steps_and_a_larger_microbatch_is_out_of_me
     )
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(
     spec: Path, surefoot: Command
 ) -> None:
@@ -113,6 +115,7 @@ def test_where_not_even_one_sample_fits_it_says_so_and_ends_with_7(
         ("train.batch=25", 2, "there are 24 samples, fewer than"),
     ],
 )
+@pytest.mark.usefixtures("programs_are_forked")
 def test_what_fails_for_another_reason_than_memory_is_an_error(
     change: str, code: int, words: str, spec: Path, surefoot: Command
 ) -> None:

@@ -1,15 +1,11 @@
 """A run in a process of its own that has little memory once it has begun.
 
 Allocations fail for real.
-
-python -m tests.train.short SPEC.json FOLDER HEADROOM_MIB
 """
 
 from __future__ import annotations
 
-import json
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +127,11 @@ def limit(headroom_bytes: int) -> None:
     )
 
 
-def main() -> None:
-    tables, folder, headroom_mib = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+def train_short(tables: dict[str, Any], folder: Path, headroom_mib: int) -> dict[str, Any]:
+    """Train in this process, which keeps the limit.
+
+    Gives what its error says, or the digests of its state at the end.
+    """
     told: dict[str, Any] = {"exit_code": 0}
     try:
         with Run(RunSpec(**tables), folder=folder, quiet=True) as run:
@@ -141,8 +140,4 @@ def main() -> None:
             told["digests"] = run.state_digests()
     except SurefootError as error:
         told = {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}
-    print(json.dumps(told))
-
-
-if __name__ == "__main__":
-    main()
+    return told

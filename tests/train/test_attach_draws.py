@@ -20,7 +20,7 @@ import surefoot
 from surefoot.train.attach import read_states
 from tests.train.small import records
 
-PASSES, SAMPLES, BATCH, SIZE = 3, 40, 4, 6
+PASSES, SAMPLES, BATCH, SIZE = 2, 40, 4, 6
 
 
 class Left(Exception):
@@ -92,7 +92,7 @@ DATA: dict[str, Callable[[], Any]] = {
 
 
 def train(
-    folder: Path, data: Any, leave_at: tuple[int, ...] = ()
+    folder: Path, data: Any, leave_at: tuple[int, ...] = (), save: str | None = "2 steps"
 ) -> tuple[dict[int, list[int]], Any]:
     """The samples of each step, and the weights at the end, of a loop that draws in each step."""
     torch.manual_seed(0)
@@ -100,9 +100,7 @@ def train(
     np.random.seed(0)  # noqa: NPY002
     model = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    run = surefoot.attach(
-        model=model, optimizer=optimizer, data=data, folder=folder, save="2 steps"
-    )
+    run = surefoot.attach(model=model, optimizer=optimizer, data=data, folder=folder, save=save)
     read = {}
     for _ in range(run.first_pass, PASSES):
         for batch in run.batches():
@@ -125,9 +123,9 @@ def train(
 def test_data_that_draw_in_mid_epoch_are_repeated_with_the_draws_of_the_loop_in_between(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole, weights = train(tmp_path / "whole", DATA[kind]())
+    whole, weights = train(tmp_path / "whole", DATA[kind](), save=None)
     read: dict[int, list[int]] = {}
-    for leave_at in ((7,), (9, 15), (17, 25)):
+    for leave_at in ((7,), (9,), (17,)):
         read |= train(tmp_path / "left", DATA[kind](), leave_at)[0]
     ended, found = train(tmp_path / "left", DATA[kind]())
     assert {**read, **ended} == whole

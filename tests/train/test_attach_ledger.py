@@ -34,7 +34,8 @@ def left_at(folder: Path, data: Callable[[], Any], *stops: int) -> loop_ledger.L
     return loop_ledger.check(folder)
 
 
-@pytest.mark.parametrize("data", [shuffled, lambda: shuffled(own=True)])
+@pytest.mark.quick("own")
+@pytest.mark.parametrize("data", [shuffled, lambda: shuffled(own=True)], ids=["global", "own"])
 def test_every_sample_is_consumed_once_a_pass_over_any_stops(
     data: Callable[[], Any], tmp_path: Path
 ) -> None:
@@ -46,7 +47,7 @@ def test_every_sample_is_consumed_once_a_pass_over_any_stops(
         PASSES * SAMPLES,
         PASSES * SAMPLES // 4,
     )
-    left_at(tmp_path / "b", data)
+    train(tmp_path / "b", data(), save=None)
     ids = [
         [batch.ids for batch in ledger.consumed(loop_ledger.read(tmp_path / name))[0]]
         for name in "ab"
@@ -108,6 +109,7 @@ def test_a_loader_that_comes_in_another_order_after_a_stop_is_told_and_found(
     )
 
 
+@pytest.mark.quick("by number")
 @pytest.mark.parametrize("kind", [name for name in DATA if not name.startswith("shuffled")])
 def test_of_other_data_the_places_of_the_batches_are_recorded(kind: str, tmp_path: Path) -> None:
     found = left_at(tmp_path / "a", DATA[kind], 4, 9)
@@ -262,7 +264,7 @@ def stopped_and_whole(
                 optimizer=optimizer,
                 data=loader,
                 folder=folder / f"{len(stops)}",
-                save="1 steps",
+                save="1 steps" if stops else None,
             )
             del batches[run.step :]
             for _ in range(run.first_pass, 3):

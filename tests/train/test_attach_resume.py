@@ -91,7 +91,7 @@ DATA = {
 
 
 def train(
-    folder: Path, data: Any, *, leave_at: int | None = None, save: str = "3 steps"
+    folder: Path, data: Any, *, leave_at: int | None = None, save: str | None = "3 steps"
 ) -> dict[str, Any]:
     """A plain loop with dropout, two optimizers and a schedule of epochs."""
     torch.manual_seed(0)
@@ -135,7 +135,7 @@ def train(
 def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(
     kind: str, leave_at: int, tmp_path: Path
 ) -> None:
-    whole = train(tmp_path / "whole", DATA[kind]())
+    whole = train(tmp_path / "whole", DATA[kind](), save=None)
     with pytest.raises(Left):
         train(tmp_path / "left", DATA[kind](), leave_at=leave_at)
     again = train(tmp_path / "left", DATA[kind]())
@@ -157,12 +157,14 @@ def test_a_loop_that_was_left_ends_with_the_bits_of_one_that_was_not(
 def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
     leave_at: int, tmp_path: Path
 ) -> None:
-    def loop(folder: Path, leave_at: int | None = None) -> tuple[int, list[float]]:
+    def loop(
+        folder: Path, leave_at: int | None = None, save: str | None = "2 steps"
+    ) -> tuple[int, list[float]]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         run = surefoot.attach(
-            model=model, optimizer=optimizer, data=shuffled(), folder=folder, save="2 steps"
+            model=model, optimizer=optimizer, data=shuffled(), folder=folder, save=save
         )
         for _ in range(run.first_pass, PASSES):
             for x, y in run.batches():
@@ -179,7 +181,7 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
         run.close()
         return run.step, model.weight.flatten().tolist()
 
-    whole = loop(tmp_path / "whole")
+    whole = loop(tmp_path / "whole", save=None)
     assert whole[0] == 3 * PASSES
     with pytest.raises(Left):
         loop(tmp_path / "left", leave_at)
@@ -318,6 +320,7 @@ def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a
     assert "call torch.manual_seed(0) before the data are created" in printed
 
 
+@pytest.mark.quick("()-Numbered", "(4,)-Placed", "(1, 2, 8)-shuffled", "(1, 2, 8)-Numbered")
 @pytest.mark.parametrize("data", [Placed, Numbered, shuffled], ids=lambda each: each.__name__)
 @pytest.mark.parametrize("ways", [(), (4,), (1, 2, 8)], ids=str)
 def test_a_loop_that_counts_its_batches_resumes_at_the_count(
@@ -325,12 +328,12 @@ def test_a_loop_that_counts_its_batches_resumes_at_the_count(
 ) -> None:
     """The usual accumulation over 2 batches, with a shorter last step of each epoch of 5."""
 
-    def train(folder: Path, stop: int | None) -> list[torch.Tensor]:
+    def train(folder: Path, stop: int | None, save: str | None = "1 step") -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Linear(3, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         with surefoot.attach(
-            model=model, optimizer=optimizer, data=data(), folder=folder, save="1 step"
+            model=model, optimizer=optimizer, data=data(), folder=folder, save=save
         ) as run:
             for _ in range(run.first_pass, 3):
                 for number, (x, y) in enumerate(run.batches(), run.first_batch):
@@ -345,7 +348,7 @@ def test_a_loop_that_counts_its_batches_resumes_at_the_count(
         assert run.first_batch == 0
         return [each.detach().clone() for each in model.parameters()]
 
-    whole = train(tmp_path / "whole", None)
+    whole = train(tmp_path / "whole", None, save=None)
     for stop in ways:
         with contextlib.suppress(Left):
             train(tmp_path / "cut", stop)

@@ -35,7 +35,7 @@ def held(folder: Path, step: int = STEPS) -> dict[str, Any]:
     return dict(tree.get("attributes", {}).get("values", {}))
 
 
-@pytest.mark.quick("OfALstm", "NoneAtFirst", "Queue", "Flagged")
+@pytest.mark.quick("OfALstm", "Flagged")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
     kind: str, tmp_path: Path
@@ -49,7 +49,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_stopped(
     assert bits(tmp_path / "left") == bits(tmp_path / "whole")
 
 
-@pytest.mark.quick("OfALstm", "Queue")
+@pytest.mark.quick("Queue")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evaluation_changes_nothing_of_what_is_trained_afterwards(
     kind: str, tmp_path: Path
@@ -273,7 +273,7 @@ def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[An
     return [*found, *(each.tolist() for each in model.state_dict().values())]
 
 
-@pytest.mark.quick("InAGraph", "AbsentAtFirst", "Queue", "Turns")
+@pytest.mark.quick("InAGraph", "AbsentAtFirst", "Turns")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(
     kind: str, tmp_path: Path

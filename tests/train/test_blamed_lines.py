@@ -123,7 +123,9 @@ def test_a_task_that_cannot_be_built_names_its_own_line_not_that_of_a_decorator_
     assert "site-packages" not in raised.value.message
 
 
-def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None:
+@pytest.mark.quick("compiled as one")
+@pytest.mark.parametrize("how", ["compiled as one", "read by an interpreter"])
+def test_the_line_of_a_script_on_standard_input_is_named(how: str, tmp_path: Path) -> None:
     script = (
         "import torch\n"
         "from surefoot.train.run import Run\n"
@@ -134,6 +136,11 @@ def test_the_line_of_a_script_on_standard_input_is_named(tmp_path: Path) -> None
         f"with Run(spec(2), Odd(), folder={str(tmp_path / 'run')!r}, quiet=True) as run:\n"
         "    list(run.steps())\n"
     )
+    if how == "compiled as one":
+        with pytest.raises(SurefootError) as raised:
+            exec(compile(script, "<stdin>", "exec"), {"__name__": "__main__"})
+        assert "(<stdin>:6, in loss)" in raised.value.message
+        return
     done = subprocess.run(
         [sys.executable, "-"],
         input=script,

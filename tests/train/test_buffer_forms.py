@@ -157,6 +157,7 @@ def follow(make: type[Seeing], folder: Path, *, leave_at: int | None = None) -> 
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
+@pytest.mark.quick("FilledInside", "Widened", "DroppedHidden", "Registered")
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_attached_loop_resumes_with_the_bits_of_one_that_was_never_stopped(
     kind: type[Seeing], tmp_path: Path
@@ -181,6 +182,7 @@ class Given(Small):
         return nn.Sequential(self.make(), nn.Linear(2, 3))
 
 
+@pytest.mark.quick("Filled", "Grown")
 @pytest.mark.parametrize("kind", [Filled, Grown, Dropped, Registered])
 def test_a_run_resumes_with_the_bits_of_one_that_was_never_stopped(
     kind: type[Seeing], tmp_path: Path

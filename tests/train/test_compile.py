@@ -25,7 +25,8 @@ from tests.train.small import Small, faults_of, records, spec
 @pytest.fixture(autouse=True)
 def _anew() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._inductor.config.patch(compile_threads=1):  # else it keeps threads that nobody ends
+    # else it keeps threads that nobody ends, and tries the compiler on a file of its own: 5 s
+    with torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
         yield
     torch._dynamo.reset()
 
@@ -39,14 +40,23 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Deep(Small):
-    """Four equal blocks with dropout."""
+    """Equal blocks with dropout."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.num_blocks = num_blocks
 
     def model(self) -> nn.Module:
-        blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)]
+        blocks = [
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1))
+            for _ in range(self.num_blocks)
+        ]
         return nn.Sequential(nn.Flatten(), nn.Linear(4, 16), *blocks, nn.Linear(16, 3))
 
 
-def losses(folder: Path, *, batch: int = 4, evaluate_at: int = 0, **compile_: Any) -> list[float]:
+def losses(
+    folder: Path, *, batch: int = 4, evaluate_at: int = 0, num_blocks: int = 4, **compile_: Any
+) -> list[float]:
     made = spec(
         8,
         train={"batch": batch, "length": "8 steps"},
@@ -56,7 +66,7 @@ def losses(folder: Path, *, batch: int = 4, evaluate_at: int = 0, **compile_: An
     )
     found = []
     torch._dynamo.reset()
-    with Run(made, Deep(), folder=folder, quiet=True) as run:
+    with Run(made, Deep(num_blocks), folder=folder, quiet=True) as run:
         for report in run.steps():
             found.append(float(report.loss or 0.0))
             if report.step == evaluate_at:
@@ -81,7 +91,8 @@ def test_compiled_blocks_train_with_the_numbers_of_eager_mode_and_each_compilati
 def test_a_batch_of_another_size_is_compiled_again_and_the_budget_warns_or_stops(
     tmp_path: Path,
 ) -> None:
-    sizes = {"what": "model", "dynamic": False, "budget": 1}  # 24 samples: batches of 7 and of 3
+    # 24 samples: batches of 7 and of 3
+    sizes: dict[str, Any] = {"what": "model", "dynamic": False, "budget": 1, "num_blocks": 1}
     assert len(losses(tmp_path / "within", batch=7, **sizes)) == 8
     again = [
         event.why_again

@@ -136,6 +136,7 @@ def batches_and_cuts(draw: st.DrawFn) -> tuple[list[int], tuple[int, ...]]:
     return lengths, tuple(sorted(cuts))
 
 
+@pytest.mark.quick("unknown count", "two terms")
 @pytest.mark.parametrize(
     ("terms", "tells"),
     [(1, False), (1, True), (2, True)],

@@ -55,6 +55,7 @@ SPOILED: dict[str, Callable[[Lines], None]] = {
 }
 
 
+@pytest.mark.quick("a commit", "a newline")
 @pytest.mark.parametrize("what", ["a step", "a commit", "the last line", "a newline"])
 def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
     what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

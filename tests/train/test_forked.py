@@ -75,6 +75,13 @@ OF_A_RUN: dict[str, Callable[[Run, Iterator[Any]], object]] = {
 }
 
 
+@pytest.mark.quick(
+    "leaves the block",
+    "leaves it by sys.exit",
+    "saves",
+    "goes on with the loop",
+    "collects what it inherits",
+)
 @pytest.mark.parametrize("what", OF_A_RUN)
 def test_a_child_of_a_run_leaves_it_to_its_parent(
     what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

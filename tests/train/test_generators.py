@@ -113,9 +113,7 @@ class Collated:
         return torch.stack(rows) + draw(self.generator)
 
 
-@pytest.mark.quick(
-    "state-MT19937", "state-RandomState", "dataset-numpy", "collate_fn-Python", "model-torch"
-)
+@pytest.mark.quick("state-MT19937", "dataset-numpy", "collate_fn-Python", "model-torch")
 @pytest.mark.parametrize("kind", MADE)
 @pytest.mark.parametrize("where", ["state", "dataset", "collate_fn", "model"])
 def test_a_loop_resumes_with_the_draws_of_a_generator(
@@ -130,7 +128,7 @@ def test_a_loop_resumes_with_the_draws_of_a_generator(
     assert not faults_of(tmp_path / "a")
 
 
-@pytest.mark.quick("numpy", "Python")
+@pytest.mark.quick("Python")
 @pytest.mark.parametrize("kind", MADE)
 def test_a_generator_that_the_loop_draws_from_and_does_not_name_is_reported_once(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

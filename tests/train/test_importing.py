@@ -6,11 +6,14 @@ What runs already is used, and a run that an import would start is refused.
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 from surefoot.contract.signature import find_unguarded_run
 from tests.train.small import TEXT, call
@@ -65,6 +68,36 @@ def write(folder: Path, text: str, name: str = "s.py") -> Path:
     return path
 
 
+def run_in_child(folder: Path, module: str = "") -> str:
+    """Run s.py, or a module by its name, as `python` does, in a forked process; gives its stderr.
+
+    Such a process has imported torch.
+    """
+    written = folder / "stderr"
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.dup2(os.open(written, os.O_CREAT | os.O_WRONLY), 2)
+            sys.stderr = os.fdopen(2, "w", closefd=False)
+            os.chdir(folder)
+            sys.path.insert(0, str(folder))
+            sys.argv = ["s.py"]
+            torch.set_num_threads(1)
+            if module:
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(folder / "s.py"), run_name="__main__")
+            code = 0
+        except BaseException:  # noqa: BLE001 - it must not go on as the tests
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, written.read_text()
+    return written.read_text()
+
+
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -99,7 +132,7 @@ def test_a_command_refuses_an_unguarded_script_before_anything_of_it_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, f"import shutil\nshutil.rmtree('r', ignore_errors=True)\n{TRAIN}")
-    assert python(tmp_path, "s.py").returncode == 0
+    run_in_child(tmp_path)
     for words in (("evaluate", "r"), ("predict", "r"), ("train", "s.py:Mine", "--run", "new")):
         assert call(monkeypatch, *words) == 2
         told = capsys.readouterr().err
@@ -159,8 +192,7 @@ def test_a_module_that_python_runs_by_its_name_is_used_too(tmp_path: Path) -> No
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     write(tmp_path, TRAIN + "surefoot.load('r')\n", "pkg/s.py")
-    ended = python(tmp_path, "-m", "pkg.s")
-    assert ended.returncode == 0, ended.stderr
+    run_in_child(tmp_path, "pkg.s")
     assert times(tmp_path) == 1
 
 
@@ -170,7 +202,7 @@ def test_a_script_that_loads_its_own_run_at_its_top_is_imported_once(
     monkeypatch.chdir(tmp_path)
     guarded = STARTS_NOTHING["a guard"]
     write(tmp_path, guarded)
-    assert python(tmp_path, "s.py").returncode == 0
+    run_in_child(tmp_path)
     write(tmp_path, f"{guarded}TEACHER = surefoot.load('r')\n")
     assert call(monkeypatch, "evaluate", "r", "--quiet") == 0
     assert times(tmp_path) == 2  # the script itself, and the command
@@ -187,6 +219,5 @@ with run:
     child.join()
 """
     write(tmp_path, text)
-    ended = python(tmp_path, "s.py")
-    assert 'if __name__ == "__main__":' in ended.stderr
+    assert 'if __name__ == "__main__":' in run_in_child(tmp_path)
     assert len(list(tmp_path.glob("r-*"))) == 1

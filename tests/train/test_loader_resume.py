@@ -34,6 +34,7 @@ from surefoot.core.errors import OtherDataError, RunError
 from tests.train.small import faults_of
 
 SAMPLES, BATCH, EPOCHS = 18, 4, 3  # the last batch of an epoch is short
+UNSAVED = "1000 steps"  # a commit at the end alone
 NUMBERS: Any = [(float(number), number) for number in range(SAMPLES)]
 
 
@@ -180,10 +181,15 @@ def spec_for(steps: int, **checkpoint: Any) -> RunSpec:
 
 
 def train(
-    folder: Path, task: Task, steps: int, leave_at: int | None = None, **how: Any
+    folder: Path,
+    task: Task,
+    steps: int,
+    leave_at: int | None = None,
+    every: str = "1 steps",
+    **how: Any,
 ) -> list[list[float]]:
     try:
-        with Run(spec_for(steps), task, folder=folder, quiet=True, **how) as run:
+        with Run(spec_for(steps, every=every), task, folder=folder, quiet=True, **how) as run:
             for report in run.steps():
                 if report.step == leave_at:
                     raise Left
@@ -209,13 +215,13 @@ def resumed(folder: Path, make: Callable[[], Any], steps: int, *stops: int) -> l
     return seen
 
 
-@pytest.mark.quick("workers that stay and a generator", "of a subset", "shuffled")
+@pytest.mark.quick("workers that stay and a generator", "of a subset")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_path: Path) -> None:
     make = LOADERS[kind]
     per_epoch = len(make())
     steps = EPOCHS * per_epoch
-    unbroken = train(tmp_path / "whole", Task(make()), steps)
+    unbroken = train(tmp_path / "whole", Task(make()), steps, every=UNSAVED)
     assert len(unbroken) == steps
     # in the middle of an epoch, in the middle of another, and just as one ends
     stopped = resumed(tmp_path / "stopped", make, steps, 2, per_epoch + 2, 2 * per_epoch + 1)
@@ -226,10 +232,11 @@ def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_p
         assert found.num_samples == EPOCHS * SAMPLES
 
 
+@pytest.mark.quick("shuffled", "by epoch", "workers that stay")
 @pytest.mark.parametrize("kind", ["shuffled", "distributed", "by epoch", "workers that stay"])
 def test_each_epoch_has_an_order_of_its_own(kind: str, tmp_path: Path) -> None:
     loader = LOADERS[kind]()
-    seen = train(tmp_path / "run", Task(loader), 3 * len(loader))
+    seen = train(tmp_path / "run", Task(loader), 3 * len(loader), every=UNSAVED)
     epochs = [seen[at : at + len(loader)] for at in range(0, len(seen), len(loader))]
     assert len({str(epoch) for epoch in epochs}) == 3
     assert all(
@@ -276,6 +283,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
+@pytest.mark.quick(
+    "a stream with a generator of its own-11", "a sampler from the system's randomness-13"
+)
 @pytest.mark.parametrize("stop", [11, 13])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_other_data_stop_a_resumed_run_before_it_trains_a_step(
@@ -307,7 +317,7 @@ def test_the_end_of_an_epoch_of_a_stream_is_checked_by_the_first_batch_of_that_e
 
 def test_a_stream_that_counts_its_passes_resumes_in_the_first_one(tmp_path: Path) -> None:
     make = OTHERS["a stream with a generator of its own"][0]
-    unbroken = train(tmp_path / "whole", Task(make()), 8)
+    unbroken = train(tmp_path / "whole", Task(make()), 8, every=UNSAVED)
     assert resumed(tmp_path / "stopped", make, 8, 3) == unbroken
 
 
@@ -362,7 +372,7 @@ def test_a_sampler_that_counts_its_passes_resumes_right_or_is_refused(
     def make() -> Any:
         return DataLoader(NUMBERS, BATCH, sampler=CountingSampler())
 
-    unbroken = train(tmp_path / "whole", Task(make()), 20)
+    unbroken = train(tmp_path / "whole", Task(make()), 20, every=UNSAVED)
     train(tmp_path / "run", Task(make()), 20, leave_at=stop + 1)
     task = Task(make())
     try:
@@ -429,6 +439,7 @@ KEYS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.quick("rows of an array", "texts")
 @pytest.mark.parametrize("kind", KEYS)
 def test_keys_that_are_no_sample_numbers_train_and_resume(kind: str, tmp_path: Path) -> None:
     class Keyed(Dataset[Any]):
@@ -438,12 +449,12 @@ def test_keys_that_are_no_sample_numbers_train_and_resume(kind: str, tmp_path: P
     def make() -> Any:
         return DataLoader(Keyed(), batch_sampler=KEYS[kind]())
 
-    unbroken = train(tmp_path / "whole", Task(make()), 5)
+    unbroken = train(tmp_path / "whole", Task(make()), 5, every=UNSAVED)
     assert resumed(tmp_path / "stopped", make, 5, 2) == unbroken
     assert loop_ledger.check(tmp_path / "stopped").num_samples == 0
 
 
 def test_samples_one_by_one_are_trained_on(tmp_path: Path) -> None:
     rows: Any = [torch.tensor(1.0), torch.tensor(2.0)]
-    losses = train(tmp_path / "run", Task(DataLoader(rows, batch_size=None)), 4)
+    losses = train(tmp_path / "run", Task(DataLoader(rows, batch_size=None)), 4, every=UNSAVED)
     assert len(losses) == 4

@@ -25,6 +25,7 @@ from tests.train.test_loader_resume import (
     LOADERS,
     NUMBERS,
     SAMPLES,
+    UNSAVED,
     Left,
     Task,
     own_generator,
@@ -48,7 +49,7 @@ class Whole(IterableDataset[float]):
 def test_workers_that_each_read_the_whole_stream_are_reported(
     workers: int, told: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train(tmp_path / "run", Task(DataLoader(Whole(), 4, num_workers=workers)), 8)
+    train(tmp_path / "run", Task(DataLoader(Whole(), 4, num_workers=workers)), 8, every=UNSAVED)
     said = capfd.readouterr().err
     assert ("returns more batches than its length, 4" in said) is told
     assert ("torch.utils.data.get_worker_info()" in said) is told
@@ -85,7 +86,7 @@ def test_the_checks_and_evaluations_take_no_batch_from_the_training(
     make: Callable[[], Any], tmp_path: Path
 ) -> None:
     task = Task(make(), judged=make())
-    with Run(spec_for(24), task, folder=tmp_path / "run", quiet=True) as run:
+    with Run(spec_for(24, every=UNSAVED), task, folder=tmp_path / "run", quiet=True) as run:
         for report in run.steps():
             if report.step in (1, 5, 12):
                 assert run.evaluate().num_samples == 24
@@ -111,7 +112,7 @@ def test_the_state_of_an_iterable_is_saved_without_being_named(tmp_path: Path) -
         def load_state_dict(self, held: dict[str, Any]) -> None:
             self.next, self.total = held["next"], held["total"]
 
-    unbroken = train(tmp_path / "whole", Task(Drawing(5)), 15)
+    unbroken = train(tmp_path / "whole", Task(Drawing(5)), 15, every=UNSAVED)
     assert [seen[0] for seen in unbroken] == [float(number) for number in range(1, 16)]
     assert resumed(tmp_path / "stopped", lambda: Drawing(5), 15, 3, 6, 9) == unbroken
 
@@ -141,7 +142,7 @@ def test_an_evaluation_leaves_a_generator_that_both_loaders_share(tmp_path: Path
     seen = []
     for name, when in (("with", (2, 7)), ("without", ())):
         task = make()
-        with Run(spec_for(15), task, folder=tmp_path / name, quiet=True) as run:
+        with Run(spec_for(15, every=UNSAVED), task, folder=tmp_path / name, quiet=True) as run:
             for report in run.steps():
                 if report.step in when:
                     run.evaluate()
@@ -154,8 +155,8 @@ def test_a_fork_of_a_run_with_a_loader_reads_on_where_it_stood(tmp_path: Path) -
     from surefoot.train.resume.start import Start
 
     make = LOADERS["shuffled by a generator"]
-    unbroken = train(tmp_path / "whole", Task(make()), 10)
-    train(tmp_path / "parent", Task(make()), 7)
+    unbroken = train(tmp_path / "whole", Task(make()), 10, every=UNSAVED)
+    train(tmp_path / "parent", Task(make()), 7, every=UNSAVED)
     task = Task(make())
     with Run(
         spec_for(10),
@@ -178,7 +179,7 @@ def test_a_sized_iterable_dataset_is_read_forwards(tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[Tensor]:
             return (torch.full((2, 1), float(number)) for number in range(3))
 
-    seen = train(tmp_path / "run", Task(Batches()), 6)
+    seen = train(tmp_path / "run", Task(Batches()), 6, every=UNSAVED)
     assert [values[0] for values in seen] == [0.0, 1.0, 2.0] * 2
 
 

@@ -42,6 +42,7 @@ def faults(run: Path) -> list[Fault]:
     ]
 
 
+@pytest.mark.quick("the newest two", "all")
 @pytest.mark.parametrize("what", LOST)
 def test_a_run_says_which_commit_of_its_log_is_gone_and_the_next_attempt_is_whole(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -93,6 +94,7 @@ def attach_a_loop(folder: Path, *, passes: int) -> None:
                 run.step_done(loss)
 
 
+@pytest.mark.quick("steps0-after step 8")
 @pytest.mark.parametrize(
     ("steps", "where"), [([10], "after step 8"), ([6, 8, 10], "from the start")]
 )

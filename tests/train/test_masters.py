@@ -85,6 +85,7 @@ def test_a_loop_of_ones_own_publishes_what_its_optimizer_moved() -> None:
     assert torch.equal(model[0].weight, master_of(model[0].weight).bfloat16())
 
 
+@pytest.mark.quick("adamw", "muon", "sgd")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_with_bf16_weights_follows_the_one_with_fp32_weights(
     name: str, tmp_path: Path

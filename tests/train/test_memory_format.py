@@ -90,7 +90,7 @@ def joined(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "train": {**tables.get("train", {}), "memory_format": "channels_last"}}
 
 
-@pytest.mark.quick("adamw", "lamb")
+@pytest.mark.quick("lamb")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_filters_channels_last_train_to_the_same_weights_and_go_on_to_the_same_bits(
     name: str, tmp_path: Path

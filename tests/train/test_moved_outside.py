@@ -157,7 +157,7 @@ def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None)
     return loss.item()
 
 
-@pytest.mark.quick("lone_parameter", "loss_with_weight")
+@pytest.mark.quick("loss_with_weight")
 @pytest.mark.parametrize("make", LOOPS)
 def test_a_loop_that_was_left_resumes_all_that_its_optimizer_trains(
     make: str, tmp_path: Path
@@ -285,7 +285,7 @@ def ended(folder: Path, task: Outside) -> tuple[float, dict[str, str]]:
         return float(run.evaluate().loss), run.state_digests()
 
 
-@pytest.mark.quick("object", "lists", "cast", "left out")
+@pytest.mark.quick("lists", "left out")
 @pytest.mark.parametrize("how", KINDS)
 def test_a_run_resumes_and_evaluates_all_that_its_optimizer_trains(
     how: str, tmp_path: Path

@@ -5,10 +5,10 @@ In a process whose address space may grow by little more once the run has begun.
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,10 @@ from surefoot.train.failure import account
 from surefoot.train.preflight.predicted import Prediction
 from surefoot.train.resume.start import Start
 from surefoot.train.run import Run, drive
-from tests.train.short import Greedy
+from tests.train.short import Greedy, train_short
 from tests.train.small import Small, end_of, faults_of, records, spec
 from tests.train.test_resume import bits, train
+from tests.world.launched import forked
 
 HEADROOM_MIB = 385
 
@@ -50,16 +51,16 @@ def run_short(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
     Gives what its error says, or the digests of its state at the end.
     """
-    words = [
-        sys.executable,
-        "-m",
-        "tests.train.short",
-        json.dumps(given),
-        str(folder),
-        str(HEADROOM_MIB),
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, check=True)
-    told: dict[str, Any] = json.loads(done.stdout)
+    importlib.import_module("torch._dynamo")  # seconds, which every process would need anew
+    answer = folder.with_suffix(".json")
+
+    def job() -> int:
+        answer.write_text(json.dumps(train_short(given, folder, HEADROOM_MIB)))
+        return 0
+
+    _, status = os.waitpid(forked(job), 0)
+    assert status == 0, f"the process with little memory ended with status {status}"
+    told: dict[str, Any] = json.loads(answer.read_text())
     return told
 
 
@@ -266,6 +267,7 @@ def test_a_run_that_goes_on_keeps_the_half_that_memory_left_it(tmp_path: Path) -
         assert run.assembly.feed.microbatch == 4
 
 
+@pytest.mark.quick("process")
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_what_was_read_ahead_of_a_step_that_is_done_again_is_cut_anew(
     kind: str, tmp_path: Path

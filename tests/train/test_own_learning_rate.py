@@ -47,6 +47,7 @@ def rates_of(folder: Path) -> list[float]:
     return [rate for each in steps for rate in each.learning_rates.values()]
 
 
+@pytest.mark.quick("absent", "a tensor")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_records_and_resumes_it(kind: str, tmp_path: Path) -> None:
     data = [torch.randn(4, 3, generator=torch.Generator().manual_seed(n)) for n in range(8)]
@@ -56,7 +57,7 @@ def test_a_loop_records_and_resumes_it(kind: str, tmp_path: Path) -> None:
         model = nn.Linear(3, 1)
         optimizer = Harmonic(model.parameters(), **KINDS[kind])
         with attach(
-            model=model, optimizer=optimizer, data=data, folder=folder, save="1 step"
+            model=model, optimizer=optimizer, data=data, folder=folder, save="3 steps"
         ) as run:
             for number, batch in enumerate(run.batches(), 1):
                 optimizer.zero_grad()

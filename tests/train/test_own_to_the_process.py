@@ -88,6 +88,12 @@ CHILDREN = {
 }
 
 
+@pytest.mark.quick(
+    "Run-os.fork",
+    "Run-a worker of a DataLoader",
+    "attach-a process of multiprocessing",
+    "attach-os.fork",
+)
 @pytest.mark.parametrize("kind", CHILDREN)
 @pytest.mark.parametrize("way", ["Run", "attach"])
 def test_a_child_that_the_loop_forks_holds_nothing_of_the_run(
@@ -157,6 +163,7 @@ class Moving(Small):
         return super().loss(output, batch)
 
 
+@pytest.mark.quick("model", "the loop", "before the run is entered")
 @pytest.mark.parametrize(
     "where", ["model", "data", "loss", "the loop", "before the run is entered"]
 )

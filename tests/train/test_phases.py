@@ -28,7 +28,7 @@ from tests.train.delays import NUM_STEPS, PLACES, tell_planted, wait
 from tests.train.small import Small, records, spec
 
 
-@pytest.mark.quick("data", "loss", "optimizer", "checkpoint", "logging")
+@pytest.mark.quick("data", "loss", "checkpoint")
 @pytest.mark.parametrize("where", PLACES)
 def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path: Path) -> None:
     told = tell_planted(where, tmp_path)
@@ -37,7 +37,7 @@ def test_a_delay_is_found_in_the_phase_that_it_was_put_into(where: str, tmp_path
     assert min(told.own_s.values()) >= 0
 
 
-@pytest.mark.quick("augmentation", "forward", "backward", "evaluation", "other")
+@pytest.mark.quick("backward", "evaluation", "other")
 @pytest.mark.parametrize("where", PLACES)
 def test_a_delay_that_is_told_elsewhere_is_in_no_other_phase(where: str, tmp_path: Path) -> None:
     told = tell_planted(where, tmp_path, aside=True)
@@ -129,6 +129,7 @@ KINDS: dict[str, tuple[Small, dict[str, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.quick("saved and evaluated", "microbatches and an average", "several updates")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_phases_add_up_to_the_wall_time(kind: str, tmp_path: Path, wall: Bracket) -> None:
     task, tables = KINDS[kind]

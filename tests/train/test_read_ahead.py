@@ -106,6 +106,13 @@ def train(
     return model[0].weight.detach().clone(), given
 
 
+@pytest.mark.quick(
+    "1-1-workers",
+    "1-2-shuffled by its own generator",
+    "1-1-augmented",
+    "2-2-with a position, drawing",
+    "2-1-a list",
+)
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize(("ahead", "per_step"), [(1, 1), (2, 1), (1, 2), (2, 2)])
 def test_a_declared_read_ahead_resumes_exactly(
@@ -119,6 +126,8 @@ def test_a_declared_read_ahead_resumes_exactly(
             declared=ahead,
             per_step=per_step,
             leave_at=leave_at,
+            # what no later run goes on from is saved seldom: saves take most of the time
+            save="1 steps" if leave_at else "5 steps",
         )
 
     weights, given = run("whole")
@@ -167,6 +176,7 @@ def test_the_first_batch_of_a_resumed_look_ahead_is_the_one_in_hand(tmp_path: Pa
     assert len(list(run.batches())) == BATCHES - 2
 
 
+@pytest.mark.quick("2-1", "1-2")
 @pytest.mark.parametrize(("ahead", "per_step"), [(1, 1), (2, 1), (1, 2)])
 def test_an_undeclared_read_ahead_is_noticed_and_never_certified(
     ahead: int,
@@ -250,6 +260,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.quick("variable accumulation", "a skipped batch", "two steps on the last batch")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_a_loop_that_does_not_read_ahead_raises_no_alarm(
     kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]

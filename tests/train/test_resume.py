@@ -103,7 +103,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.quick("accumulation", "optim muon", "fp16 with its loss scale", "a plateau schedule")
+@pytest.mark.quick("optim muon", "fp16 with its loss scale", "a plateau schedule")
 @pytest.mark.parametrize("name", HOW)
 def test_a_run_that_was_left_in_the_middle_ends_with_the_same_bits_losses_and_ledger(
     name: str, tmp_path: Path
@@ -138,7 +138,7 @@ OWN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.quick("adam", "adagrad")
+@pytest.mark.quick("adagrad")
 @pytest.mark.parametrize("name", OWN)
 def test_an_optimizer_of_the_tasks_own_goes_on_with_the_same_bits(
     name: str, tmp_path: Path

@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +14,11 @@ import torch
 
 import surefoot
 from surefoot.components import checkpoint
+from surefoot.components.observe.journal import Journal
 from surefoot.contract import manifest, spec_file
 from surefoot.contract.events import Ended, Started
 from surefoot.contract.runlock import RunLock
 from surefoot.core.errors import InputError, RunFolderError
-from surefoot.core.place import child_environment
 from surefoot.train.run import Run
 from tests.train.small import (
     FEW,
@@ -33,6 +31,7 @@ from tests.train.small import (
     spec,
     write_task,
 )
+from tests.world.launched import forked
 
 
 def train(folder: Path | None, steps: int = 6, **tables: dict[str, object]) -> Run:
@@ -255,33 +254,26 @@ def test_a_folder_that_another_launcher_finished_meanwhile_is_not_written_again(
 # ---- a kill
 
 
-KILLED = """
-import os, signal
-from pathlib import Path
-from surefoot.contract import events
-from surefoot.train.run import Run
-from tests.train.small import Small, spec
-with Run(spec(40, observe={"every": "1 step"}), Small(), folder=Path("a"), quiet=True) as run:
-    for report in run.steps():
-        if report.step == 6:
-            run.save()
-        if report.step == 9:
-            journal = run._telling.journal
-            os.write(journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
+def be_killed(folder: Path) -> int:
+    """A run whose process is killed while it writes a line of the log."""
+    with Run(spec(40, observe={"every": "1 step"}), Small(), folder=folder, quiet=True) as run:
+        for report in run.steps():
+            if report.step == 6:
+                run.save()
+            if report.step == 9:
+                journal = run._telling.journal
+                assert isinstance(journal, Journal)
+                os.write(journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
+                os.kill(os.getpid(), signal.SIGKILL)
+    return 0
 
 
 def test_a_kill_leaves_a_log_that_readers_accept_and_the_next_attempt_mends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    root = Path(__file__).resolve().parents[2]
-    environment = {**child_environment(threads=1), "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED], cwd=tmp_path, env=environment, check=False
-    )
-    assert done.returncode == -signal.SIGKILL
     folder = tmp_path / "a"
+    _, status = os.waitpid(forked(lambda: be_killed(folder)), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
     assert records(folder)[-1].kind == "step"
     assert not (folder / "events.jsonl").read_bytes().endswith(b"\n")
     surefoot.load(folder)

@@ -192,7 +192,11 @@ def test_a_disk_that_is_full_under_the_log_ends_the_run_with_whole_lines_and_who
         (disk / ".ballast").unlink()
 
 
-def test_a_line_that_only_fits_by_half_is_taken_back(tmp_path: Path) -> None:
+def test_a_line_that_only_fits_by_half_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # so that few steps fill the memory that holds lines
+    monkeypatch.setattr("surefoot.components.observe.journal.MAX_HELD_BYTES", 1 << 15)
     with mounted(tmp_path / "disk", "size=4M") as disk:
         with (
             pytest.raises(StorageError),

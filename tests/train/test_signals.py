@@ -19,7 +19,7 @@ from surefoot.contract import commits, manifest
 from surefoot.contract.events import Committed, Evaluated
 from surefoot.core.place import child_environment
 from surefoot.train.run import Run, drive
-from tests.train.small import Small, end_of, records, spec, write_task
+from tests.train.small import Small, call, end_of, records, spec, write_task
 
 CODES = {signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGUSR2: 140, signal.SIGXCPU: 152}
 
@@ -184,7 +184,7 @@ def test_sigusr1_saves_and_the_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = write_task(
         tmp_path,
@@ -201,6 +201,8 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
         "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
     }
     words = [
+        "train",
+        task,
         "--steps",
         "30",
         "--run",
@@ -210,7 +212,7 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
         "--set",
         "train.batch=4",
     ]
-    command = [sys.executable, "-m", "surefoot", "train", task, *words]
+    command = [sys.executable, "-m", "surefoot", *words]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -223,9 +225,10 @@ def test_sigterm_at_the_command_line_ends_with_143_and_the_same_command_goes_on(
     assert "Traceback" not in err
     saved = manifest.steps(tmp_path / "a")
     assert saved == [end_of(tmp_path / "a").step]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming after step {saved[0]}" in done.stderr
+    code = call(monkeypatch, *words)
+    said = capsys.readouterr().err
+    assert code == 0, said
+    assert f"resuming after step {saved[0]}" in said
 
 
 EARLY = """

@@ -103,7 +103,7 @@ def plain_loop(name: str, clip: float) -> Tensor:
     return next(model.parameters()).detach()
 
 
-@pytest.mark.quick("adagrad-0.05", "sgd with momentum-0.0", "sparse adam-0.05", "sgd-0.05")
+@pytest.mark.quick("adagrad-0.05", "sgd with momentum-0.0", "sparse adam-0.05")
 @pytest.mark.parametrize("clip", [0.0, 0.05])
 @pytest.mark.parametrize("name", MAKERS)
 def test_a_tasks_own_optimizer_takes_sparse_gradients_as_in_a_plain_loop(
@@ -121,6 +121,7 @@ def test_a_tasks_own_optimizer_takes_sparse_gradients_as_in_a_plain_loop(
     assert of_again == digests
 
 
+@pytest.mark.quick("sgd with momentum", "adagrad")
 @pytest.mark.parametrize("name", MAKERS)
 def test_two_ranks_train_sparse_gradients_as_one_process(name: str, tmp_path: Path) -> None:
     expected = plain_loop(name, 0.0)

@@ -87,6 +87,7 @@ def reported(folder: Path) -> list[str]:
     return [note for note in started.notes if "no checkpoint holds" in note]
 
 
+@pytest.mark.quick("ReduceLROnPlateau", "Curriculum", "GradScaler", "AveragedModel")
 @pytest.mark.parametrize("kind", MADE)
 def test_what_a_loop_moves_and_does_not_name_is_reported_once_and_the_word_to_name_it_works(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -218,6 +219,7 @@ class Owner(Small):
         return self.net
 
 
+@pytest.mark.quick("StepLR", "SequentialLR", "ChainedScheduler", "Wrapped", "Linear")
 @pytest.mark.parametrize("kind", MADE)
 def test_an_object_of_the_task_that_its_state_does_not_name_is_reported(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -152,6 +152,7 @@ MADE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
 }
 
 
+@pytest.mark.quick("mine", "in an object")
 @pytest.mark.parametrize("kind", MADE)
 def test_a_network_that_the_loop_changes_is_named_at_a_checkpoint_after_it_has_changed(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -169,6 +170,7 @@ def test_a_network_that_the_loop_changes_is_named_at_a_checkpoint_after_it_has_c
     assert "no checkpoint holds" not in capsys.readouterr().err
 
 
+@pytest.mark.quick("SGD-0", "Adam-5")
 @pytest.mark.parametrize("at", [0, 5])
 @pytest.mark.parametrize("first", [torch.optim.SGD, torch.optim.Adam])
 def test_an_optimizer_that_replaces_one_of_attach_is_named_once(
@@ -192,6 +194,7 @@ def test_an_optimizer_that_replaces_one_of_attach_is_named_once(
     assert printed.count("no checkpoint holds the state of an optimizer (Adam)") == 1
 
 
+@pytest.mark.quick("1", "11")
 @pytest.mark.parametrize("at", [1, 5, 11])
 def test_a_second_optimizer_that_trains_the_model_is_named_at_the_next_checkpoint(
     at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

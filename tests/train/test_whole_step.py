@@ -179,7 +179,11 @@ def test_a_run_whose_batches_have_more_sizes_than_torch_compiles_goes_on_in_orde
     tmp_path: Path, recompile_limit: int
 ) -> None:
     # 24 samples: the last batch is smaller
-    tables: dict[str, Any] = {"train": {"batch": 7}, "observe": {"every": "1 step"}}
+    tables: dict[str, Any] = {
+        "train": {"batch": 7},
+        "observe": {"every": "1 step"},
+        "optim": OPTIMIZERS["sgd"],
+    }
     told, _, _ = train(spec(12, **tables), Small(), tmp_path / "told")
     made = spec(12, compile={"what": "step", "dynamic": False}, **tables)
     losses, _, _ = train(made, Small(), tmp_path / "whole")
@@ -227,7 +231,8 @@ def test_what_does_not_go_with_it_is_refused_before_anything_is_written(
 def test_a_run_says_after_how_many_steps_its_compiling_has_paid_for_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Run(stated("step", steps=40), Small(), folder=tmp_path / "run") as run:
+    made = stated("step", steps=40, optim=OPTIMIZERS["plain sgd"])
+    with Run(made, Small(), folder=tmp_path / "run") as run:
         for _ in run.steps():
             pass
     said = capsys.readouterr()

@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from surefoot.components import checkpoint
 from surefoot.contract import events, ledger, loop_ledger, manifest
 from surefoot.core.errors import SurefootError
 from tests.world.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
 
 GROUPS: list[Any] = []  # of this process, until its end
 PASSES, BATCHES = 3, 4  # a pass has as many batches on each rank
@@ -297,10 +300,19 @@ def test_a_resume_under_ddp_on_three_ranks_says_what_may_be_summed_otherwise(
         ]
 
 
-def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(tmp_path: Path) -> None:
-    launch("FSDP2", tmp_path, "a", passes=1)
+@pytest.fixture(scope="module")
+def in_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a loop of one pass, whose ranks hold weights in shards."""
+    folder = tmp_path_factory.mktemp("shards")
+    launch("FSDP2", folder, "a", passes=1)
+    return folder / "run"
+
+
+def test_weights_that_ranks_hold_in_shards_are_read_by_one_process(
+    in_shards: Path, tmp_path: Path
+) -> None:
     model = Net()
-    checkpoint.load_into(model, tmp_path / "run", 4)
+    checkpoint.load_into(model, in_shards, 4)
     launch("DDP", tmp_path / "ddp", "a", passes=1)
     other = Net()
     # its names are those of the model inside
@@ -328,8 +340,10 @@ def test_a_loop_that_was_saved_by_other_ranks_is_refused_with_both_numbers(tmp_p
         surefoot.attach(**given, state={"schedule": schedule})
 
 
-def test_weights_that_are_spread_in_another_way_are_refused(tmp_path: Path) -> None:
-    launch("FSDP2", tmp_path, "a", passes=1)
+def test_weights_that_are_spread_in_another_way_are_refused(
+    in_shards: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(in_shards, tmp_path / "run")
     found = run_ranks(2, lambda rank: train(rank, tmp_path, "DDP", "b"), tmp_path / "b")
     told = "weights that were S(0) on 2 ranks; R on 2 ranks: they are now whole on every rank"
     assert [told in each["error"] for each in found] == [True, True], found
@@ -389,9 +403,9 @@ def test_a_save_that_the_disk_refuses_to_one_rank_is_given_up_by_all(tmp_path: P
 
 
 def test_a_save_that_is_due_by_time_is_due_on_all_ranks(tmp_path: Path) -> None:
-    launch("by hand", tmp_path, "a", save="0.001 s")
+    launch("by hand", tmp_path, "a", save="0.001 s", passes=1)
     run = tmp_path / "run"
-    assert manifest.steps(run)[-1] == PASSES * BATCHES
+    assert manifest.steps(run)[-1] == BATCHES
     assert len([each for each in events.read(run) if isinstance(each, events.Committed)]) > 1
 
 

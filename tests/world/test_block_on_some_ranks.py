@@ -18,6 +18,8 @@ from surefoot.components.data.sources.arrays import Arrays
 from surefoot.core.errors import UserCodeError
 from tests.world.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 
 class Branching(nn.Module):
     """Rank 1 takes a different way than rank 0, `rare` in training alone.

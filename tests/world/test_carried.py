@@ -101,6 +101,7 @@ def scored(how: str, folder: Path) -> dict[str, Any]:
         return {"score": run.evaluate().value, "passes": task.net.counts.passes - before}
 
 
+@pytest.mark.quick("list", "buffer", "task")
 @pytest.mark.parametrize("how", ["attribute", "list", "buffer", "task"])
 def test_the_score_of_a_model_that_carries_state_is_that_of_one_process(
     how: str, tmp_path: Path

@@ -37,6 +37,7 @@ def rows_of(found: tuple[TimedCollective, ...]) -> list[list[Any]]:
     ]
 
 
+@pytest.mark.quick("4-auto", "3-gloo")
 @pytest.mark.parametrize(
     ("num_ranks", "transport"), [(2, "auto"), (3, "auto"), (4, "auto"), (3, "gloo")]
 )

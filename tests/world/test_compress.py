@@ -68,6 +68,7 @@ def start(
     return parameters, Replicas(parameters, group, compress=Compression(kind, rank), **more)
 
 
+@pytest.mark.quick("bf16-0.00390625-2", "fp16-0.00048828125-4")
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize(("kind", "unit"), [("bf16", BF16), ("fp16", FP16)])
 def test_16_bits_are_off_by_a_rounding_for_each_rank_at_most_and_take_half_the_bytes(
@@ -104,6 +105,7 @@ def test_16_bits_are_off_by_a_rounding_for_each_rank_at_most_and_take_half_the_b
     assert sent == whole / 2 + (4 * buckets if kind == "fp16" else 0)
 
 
+@pytest.mark.quick("1e-30", "1.0", "1e+30")
 @pytest.mark.parametrize("size", [1e-30, 1e-7, 1.0, 1e6, 1e30])
 def test_fp16_takes_gradients_of_any_size(size: float, tmp_path: Path) -> None:
     def job(group: Group) -> Any:
@@ -190,6 +192,12 @@ def another_factor_is_not_minded(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LowRank, "use", lambda self, factor: None)
 
 
+@pytest.mark.quick(
+    "None-2",
+    "without_feedback-2",
+    "the_rest_of_one_rank_for_all-2",
+    "another_factor_is_not_minded-2",
+)
 @pytest.mark.parametrize(
     ("plant", "num_ranks"),
     [
@@ -251,6 +259,7 @@ def test_what_was_applied_and_what_was_not_sent_add_up_to_the_gradients_of_all_s
         assert min(each[0] for each in found) > 1.0
 
 
+@pytest.mark.quick("nan-powersgd", "inf-bf16", "-inf-fp16")
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "powersgd"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_none_on_one_rank_is_none_on_all_and_leaves_no_trace(

@@ -88,7 +88,11 @@ def test_runs_that_compress_are_near_the_one_that_does_not_and_their_replicas_ar
 
 
 def test_masters_take_part(tmp_path: Path) -> None:
-    more = {"precision": {"weights": "bf16", "compute": "bf16"}}
+    more = {
+        "precision": {"weights": "bf16", "compute": "bf16"},
+        "train": {"length": "4 steps"},
+        "evaluate": {"every": "9 epochs"},
+    }
     for kind in ("bf16", "powersgd"):
         found = run_ranks(
             2,

@@ -76,7 +76,8 @@ def trained(name: str, folder: Path, steps: int = 2) -> dict[str, Any]:
     spec = RunSpec(
         train={"length": f"{steps} steps", "batch": 8, "microbatch": 2, "threads": 1},
         optim={"lr": 0.02},
-        evaluate={"split": "train"},
+        evaluate={"split": "train", "every": "9 epochs"},
+        checkpoint={"every": "never"},
         schedule={"name": "constant"},
         observe={"tensorboard": False},
     )

@@ -30,10 +30,12 @@ THREADED = (
 )
 STOPPED = """
 import os, signal, time
-fork, parent = os.fork, os.getpid()
+fork, parent, stops = os.fork, os.getpid(), os.path.join(os.path.dirname(__file__), "stops")
 # as a SIGSTOP that reaches a busy machine's rank late: the kernel wakes what was stopped before its
 # parent ended
 def stopped():
+    if not os.path.exists(stops):
+        return fork()
     pid = fork()
     while pid == 0 and os.getppid() == parent:
         time.sleep(0.01)
@@ -49,6 +51,27 @@ WORDS = ("spec", "check", "nothing-of-this-name")
 def opened() -> Iterator[ForkServer]:
     with contextlib.closing(ForkServer(WORDS)) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of modules whose file `stops` has ranks stopped as soon as they are forked."""
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(STOPPED)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(site: Path) -> Iterator[ForkServer]:
+    with opened() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: ForkServer, site: Path, monkeypatch: pytest.MonkeyPatch) -> ForkServer:
+    """The same one for several tests, as it loads torch; one that is gone begins again."""
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    return shared
 
 
 def begin(
@@ -68,55 +91,56 @@ def begin(
         ), mine
 
 
-def test_a_forked_rank_says_and_ends_as_one_of_its_own() -> None:
-    with opened() as server:
-        rank, mine = begin(server)
-        assert isinstance(rank, ForkedRank)
-        assert rank.poll() is None
-        assert rank.stderr is not None
-        said = rank.stderr.read().decode()
-        assert rank.wait() == rank.poll() == 2
-        rank.send_signal(signal.SIGTERM)  # as to a process that is over: to nobody
-        again, other = begin(server)
-        again.kill()
-        assert again.wait() == LOST
-        with mine, other:
-            assert mine.recv(1) == other.recv(1) == b""  # nobody else has what they were passed
+def test_a_forked_rank_says_and_ends_as_one_of_its_own(server: ForkServer) -> None:
+    rank, mine = begin(server)
+    assert isinstance(rank, ForkedRank)
+    assert rank.poll() is None
+    assert rank.stderr is not None
+    said = rank.stderr.read().decode()
+    assert rank.wait() == rank.poll() == 2
+    rank.send_signal(signal.SIGTERM)  # as to a process that is over: to nobody
+    again, other = begin(server)
+    again.kill()
+    assert again.wait() == LOST
+    with mine, other:
+        assert mine.recv(1) == other.recv(1) == b""  # nobody else has what they were passed
     assert "nothing-of-this-name" in said
     assert "Traceback" not in said
 
 
-def test_ranks_begin_again_when_the_process_that_forks_them_was_killed() -> None:
-    with opened() as server:
-        first, _ = begin(server)
-        parent = psutil.Process(first.pid).ppid()
-        os.kill(first.pid, signal.SIGSTOP)
-        os.kill(parent, signal.SIGKILL)
-        assert first.wait() == LOST
-        second, _ = begin(server)
-        assert isinstance(second, ForkedRank)
-        assert second.wait() == 2
+def test_ranks_begin_again_when_the_process_that_forks_them_was_killed(
+    server: ForkServer,
+) -> None:
+    first, _ = begin(server)
+    parent = psutil.Process(first.pid).ppid()
+    os.kill(first.pid, signal.SIGSTOP)
+    os.kill(parent, signal.SIGKILL)
+    assert first.wait() == LOST
+    second, _ = begin(server)
+    assert isinstance(second, ForkedRank)
+    assert second.wait() == 2
 
 
 @pytest.mark.quick("killed-wait", "closed-poll")
 @pytest.mark.parametrize("waits", [True, False], ids=["wait", "poll"])
 @pytest.mark.parametrize("ended", ["killed", "closed"])
 def test_a_rank_that_is_stopped_before_it_asks_to_die_with_the_process_that_forked_it_ends_with_it(
-    ended: str, waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ended: str, waits: bool, server: ForkServer, site: Path
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(STOPPED)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with opened() as server:
+    (site / "stops").touch()
+    try:
         ranks = [begin(server, rank)[0] for rank in (0, 1)]
-        if ended == "killed":
-            os.kill(psutil.Process(ranks[0].pid).ppid(), signal.SIGKILL)
-        else:
-            server.close()
-        for rank in ranks:
-            while not waits and rank.poll() is None:
-                time.sleep(0.01)
-            assert rank.wait() == rank.poll() == LOST
-            assert not is_alive(rank.pid)
+    finally:
+        (site / "stops").unlink()
+    if ended == "killed":
+        os.kill(psutil.Process(ranks[0].pid).ppid(), signal.SIGKILL)
+    else:
+        server.close()
+    for rank in ranks:
+        while not waits and rank.poll() is None:
+            time.sleep(0.01)
+        assert rank.wait() == rank.poll() == LOST
+        assert not is_alive(rank.pid)
 
 
 @pytest.mark.slow

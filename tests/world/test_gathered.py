@@ -99,7 +99,7 @@ def assert_same(found: list[Any], expected: dict[str, Any]) -> None:
             )
 
 
-@pytest.mark.quick("all-3", "own-2", "counted-2")
+@pytest.mark.quick("all-3", "counted-2")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(
     "task",

@@ -220,6 +220,7 @@ def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path
     assert supervised.left() == []
 
 
+@pytest.mark.slow
 def test_the_command_names_a_rank_that_is_stopped(tmp_path: Path) -> None:
     (tmp_path / "stops.py").write_text(STOPS)
     done = subprocess.run(

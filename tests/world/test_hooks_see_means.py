@@ -17,6 +17,8 @@ from surefoot import Loss, Run, RunSpec
 from surefoot.components.data.sources.arrays import Arrays
 from tests.world.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 BATCH, STEPS, LIMIT = 8, 3, 0.02
 HOW = ("register_hook", "post accumulate", "module")
 

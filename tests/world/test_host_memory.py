@@ -50,6 +50,7 @@ def in_pairs(rows: list[Tensor]) -> Tensor:
     return rows[0]
 
 
+@pytest.mark.quick("3", "4")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_sums_are_those_of_pairs_of_ranks_to_the_bit_whatever_their_size(
     num_ranks: int, tmp_path: Path
@@ -152,6 +153,7 @@ def test_memory_is_used_again_and_not_while_another_rank_reads_it(tmp_path: Path
     assert together(2, job, tmp_path) == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_rank_that_runs_ahead_by_more_words_than_a_socket_holds_waits(tmp_path: Path) -> None:
     def job(group: Group) -> Any:
         rows = [group.allocate(4, torch.float32, CPU).fill_(1.0) for _ in range(2000)]
@@ -364,6 +366,7 @@ def slowly(rows: Any) -> Tensor:
     return in_pairs(list(rows))
 
 
+@pytest.mark.quick("an early end", "the order of ranks")
 @pytest.mark.parametrize("planted", ["an early end", "one share", "the order of ranks"])
 def test_what_breaks_a_sum_is_seen(planted: str, tmp_path: Path) -> None:
     """Bugs: a rank does not wait until the others have added, or a share is left out.

@@ -26,7 +26,7 @@ TRAIN = (
     "train",
     "digits",
     "--steps",
-    "60",
+    "20",
     "--set",
     'layout.check_every="9 steps"',
 )
@@ -94,7 +94,7 @@ def test_two_hosts_train_one_run_and_agree_and_rank_0_alone_prints(
     assert [
         line for line in "".join(second[1:]).splitlines() if "[c10d]" not in line
     ] == []  # but for what torch itself says
-    assert manifest.steps(run)[-1] == 60
+    assert manifest.steps(run)[-1] == 20
     losses = [
         [each.loss for each in events.read(home) if isinstance(each, events.Step)]
         for home in (run, run / "ranks" / "1")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.world.launched import called
 from tests.world.test_launch import environment
 
 OTHER = """
@@ -99,27 +100,27 @@ class Noisy(Base):
 """
 
 
-def verify(
-    spec: str, *layouts: str, folder: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "surefoot",
-        "verify",
-        spec,
-        *(word for each in layouts for word in ("--layouts", each)),
-    ]
+def words_of(spec: str, *layouts: str, folder: Path | None = None) -> list[str]:
     if folder is not None:
         (folder / "tasks.py").write_text(TASKS)
         (folder / "spec.toml").write_text(
             f'[task]\nuse = "{folder}/tasks.py:{spec}"\n[train]\nlength = "4 steps"\nbatch = 16\n'
         )
-        words[5] = str(folder / "spec.toml")
-    words += ["--steps", "1", "--json"]
+        spec = str(folder / "spec.toml")
+    tried = (word for each in layouts for word in ("--layouts", each))
+    return ["verify", spec, *tried, "--steps", "1", "--json"]
+
+
+def verify(
+    spec: str, *layouts: str, folder: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        words, env=environment(), capture_output=True, text=True, check=False, timeout=300
+        [sys.executable, "-P", "-m", "surefoot", *words_of(spec, *layouts, folder=folder)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
 
 
@@ -185,10 +186,10 @@ def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line
 def test_a_loss_that_depends_on_how_its_batch_is_cut_is_refused_before_a_layout_is_tried(
     task: str, tmp_path: Path
 ) -> None:
-    done = verify(task, "replicate=2", folder=tmp_path)
-    assert done.returncode == 2, done.stderr + done.stdout
-    assert "is not a sum over samples" in done.stderr
-    assert "additive=False" in done.stderr
+    code, printed, said = called(words_of(task, "replicate=2", folder=tmp_path), tmp_path)
+    assert code == 2, said + printed
+    assert "is not a sum over samples" in said
+    assert "additive=False" in said
 
 
 @pytest.mark.slow

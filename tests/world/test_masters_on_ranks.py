@@ -32,7 +32,11 @@ def test_weights_with_masters_are_trained_by_the_gradients_of_all_ranks(tmp_path
 
     That of the parameter itself is gone before it could be summed.
     """
-    given = spec(precision={"weights": "bf16", "compute": "bf16"}, layout={"check_every": "1 step"})
+    given = spec(
+        precision={"weights": "bf16", "compute": "bf16"},
+        layout={"check_every": "1 step"},
+        train={"length": "6 steps"},
+    )
     (alone,) = run_ranks(
         1, lambda rank: train(tmp_path / "alone", Narrow(), given), tmp_path / "one"
     )

@@ -32,6 +32,8 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 FEW, MANY, LARGE_SEED = 6, 300, 10_000
 STEPS = 6
 COMPUTED, HELD = ("data", "loss", "gradient"), ("state", "buffer")

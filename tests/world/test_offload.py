@@ -19,13 +19,15 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, spec
 from tests.world.test_shard import Stacked
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 
 def train(folder: Path, offload: str, stage: int, length: int) -> Any:
     """The weights of all rows after so many steps, and whether the optimizer moves copies."""
     if offload != "none":  # a run on a CPU is refused, since nothing is gained
         preflight.check = lambda assembly, is_again: []
     stated = spec(
-        train={"length": "9 steps"},
+        train={"length": "6 steps"},
         layout={"shard": 2, "zero_stage": stage},
         memory={"offload": offload},
         evaluate={"every": "100 steps"},
@@ -63,12 +65,12 @@ def test_rows_on_the_host_move_to_the_same_bits_and_their_commits_go_on_without_
     def job(rank: int, offload: str, name: str, length: int) -> Any:
         return train(tmp_path / name, offload, stage, length)
 
-    plain = run_ranks(2, lambda rank: job(rank, "none", "plain", 9), tmp_path / "a")
-    offloaded = run_ranks(2, lambda rank: job(rank, "optimizer", "offloaded", 6), tmp_path / "b")
+    plain = run_ranks(2, lambda rank: job(rank, "none", "plain", 6), tmp_path / "a")
+    offloaded = run_ranks(2, lambda rank: job(rank, "optimizer", "offloaded", 3), tmp_path / "b")
     assert [each[1:] for each in offloaded if isinstance(each, list)] == [[True, True]] * 2, (
         offloaded
     )
-    again = run_ranks(2, lambda rank: job(rank, "none", "offloaded", 9), tmp_path / "c")
+    again = run_ranks(2, lambda rank: job(rank, "none", "offloaded", 6), tmp_path / "c")
     for mine, theirs in zip(plain, again, strict=True):
         assert mine[0] == theirs[0]
     assert plain[0][1] is False

@@ -98,6 +98,11 @@ def a_guard_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Group, "begin_to_add", lambda self, tensor: lambda: None)
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return train(tmp_path_factory.mktemp("alone") / "run")
+
+
 @pytest.mark.quick("a_bucket_is_not_sent", "samples_that_overlap")
 @pytest.mark.parametrize(
     "plant",
@@ -113,9 +118,7 @@ def a_guard_of_one_rank(patch: pytest.MonkeyPatch) -> None:
     ],
     ids=lambda plant: plant.__name__,
 )
-def test_a_planted_fault_shows_in_the_numbers(plant: Plant, tmp_path: Path) -> None:
-    alone = train(tmp_path / "alone")
-
+def test_a_planted_fault_shows_in_the_numbers(plant: Plant, alone: Any, tmp_path: Path) -> None:
     def job(rank: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             plant(patch)

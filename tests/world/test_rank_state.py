@@ -30,6 +30,8 @@ from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_launch import environment
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 # steps of the whole run, of the part after which it is left, and of its last commit
 WHOLE, PART, SAVED = 9, 5, 4
 
@@ -269,7 +271,9 @@ def test_replicated_state_that_differs_from_the_start_is_refused_before_the_firs
 
 def test_state_is_named_at_the_start_with_its_word_or_the_words_to_write(tmp_path: Path) -> None:
     def told(name: str, member: str, word: str | None) -> str:
-        found = run_ranks(2, job(tmp_path / name, member, word), tmp_path / f"ranks {name}")
+        found = run_ranks(
+            2, job(tmp_path / name, member, word, steps=1), tmp_path / f"ranks {name}"
+        )
         return "\n".join(found[0].get("told", [str(found[0])]))
 
     unsaid = told("a", "counter", None)

@@ -21,6 +21,8 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import spec
 from tests.world.test_shard import Stacked
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 STEPS, BATCH = 6, 4
 # a step that has no item, and those of which one rank has none
 EMPTY, ON_ONE = 3, {2: slice(0, 2), 5: slice(2, 4)}
@@ -93,6 +95,13 @@ def followed(folder: Path, task: Any, layout: dict[str, Any]) -> dict[str, Any]:
     return {"rows": rows, "skipped": run.num_skipped, "outcome": run.outcome}
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of one process, and what it said."""
+    folder = tmp_path_factory.mktemp("alone")
+    return folder, followed(folder, Masked(), {})
+
+
 @pytest.mark.quick("Masked-layout0", "Masked-layout2", "Constant-layout5")
 @pytest.mark.parametrize(
     ("kind", "layout"),
@@ -106,9 +115,8 @@ def followed(folder: Path, task: Any, layout: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_ranks_skip_what_has_no_item_on_any_of_them_and_train_on_what_one_has(
-    kind: Any, layout: dict[str, Any], tmp_path: Path
+    kind: Any, layout: dict[str, Any], alone: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    alone = followed(tmp_path / "alone", Masked(), {})
     found = run_ranks(
         2, lambda rank: followed(tmp_path / "run", kind(), layout), tmp_path / "ranks"
     )
@@ -119,12 +127,12 @@ def test_ranks_skip_what_has_no_item_on_any_of_them_and_train_on_what_one_has(
         ]
         assert each["skipped"] == 1
         assert each["outcome"] == "finished"
-        for (_, loss), (_, expected) in zip(each["rows"], alone["rows"], strict=True):
+        for (_, loss), (_, expected) in zip(each["rows"], alone[1]["rows"], strict=True):
             assert loss == expected or abs(loss - expected) < 1e-9
     faults = faults_of(tmp_path / "run")
     assert [(each.step, each.fault) for each in faults] == [(EMPTY, "no-items")]
     mine, theirs = (
-        checkpoint.Commit(tmp_path / name, STEPS).read(checkpoint.MODEL)
-        for name in ("alone", "run")
+        checkpoint.Commit(folder, STEPS).read(checkpoint.MODEL)
+        for folder in (alone[0], tmp_path / "run")
     )
     assert all(torch.allclose(mine[name], theirs[name], rtol=0, atol=1e-9) for name in mine)

@@ -52,6 +52,7 @@ def grads(model: nn.Module) -> list[Tensor]:
     return [each.grad for each in model.parameters() if each.grad is not None]
 
 
+@pytest.mark.quick("1-4", "1024-3", "26214400-2")
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 10, 25 << 20])
 def test_the_gradient_is_that_of_all_samples_with_the_same_bits_on_every_rank(
@@ -236,6 +237,7 @@ def test_gradients_of_every_layout_are_summed(kind: str, tmp_path: Path) -> None
     assert together(2, job, tmp_path) == [[True, True]] * 2
 
 
+@pytest.mark.quick("shares1-None", "shares2-0.1", "shares3-None")
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("shares", [(2, 2), (3, 1), (1, 1, 2), (4, 0)])
 def test_running_statistics_are_those_of_one_process_that_saw_all_microbatches(
@@ -332,6 +334,7 @@ def test_what_fails_on_one_rank_ends_the_others_too(tmp_path: Path) -> None:
         together(2, job, tmp_path)
 
 
+@pytest.mark.quick("True-0.1-shares1", "False-None-shares1")
 @pytest.mark.parametrize("shares", [(4, 4), (5, 2, 3)])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("affine", [True, False])

@@ -20,6 +20,8 @@ from tests.world.ranks import run_ranks
 from tests.world.test_run import apart, spec
 from tests.world.test_shard import LAYOUTS, Stacked, final_weights, followed, worst
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 
 @pytest.mark.quick("lars-stage 3 on 2")
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train(tmp_path_factory.mktemp("alone") / "run")
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_so_many_ranks_train_to_the_numbers_of_one_process(
     num_ranks: int, alone: Any, tmp_path: Path
@@ -190,8 +191,9 @@ def test_so_many_ranks_train_to_the_numbers_of_one_process(
 def test_several_terms_with_counts_that_are_known_before_are_each_divided_by_their_own(
     tmp_path: Path,
 ) -> None:
-    whole = train(tmp_path / "one", Counted())
-    found = run_ranks(3, lambda rank: train(tmp_path / "run", Counted()), tmp_path / "ranks")
+    given = spec(train={"length": "6 steps"})
+    whole = train(tmp_path / "one", Counted(), given)
+    found = run_ranks(3, lambda rank: train(tmp_path / "run", Counted(), given), tmp_path / "ranks")
     assert all("losses" in each for each in found), found
     assert max(apart(whole, each) for each in found) < 1e-10
 
@@ -226,7 +228,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_and_each_sample_is_read_once(
     alone: Any, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    for number, (num_ranks, until) in enumerate(((3, 4), (1, 6), (2, 9), (4, None))):
+    for number, (num_ranks, until) in enumerate(((3, 4), (1, 6), (2, None))):
         found = run_ranks(
             num_ranks, lambda rank, until=until: train(folder, most=until), tmp_path / f"{number}"
         )
@@ -286,10 +288,11 @@ class Pair:
 def test_several_updates_of_a_step_move_running_statistics_as_on_one_process(
     tmp_path: Path,
 ) -> None:
-    (alone,) = run_ranks(
-        1, lambda rank: train(tmp_path / "alone", Pair(), spec()), tmp_path / "one"
+    given = spec(
+        train={"length": "6 steps"}, checkpoint={"every": "never"}, evaluate={"every": "9 epochs"}
     )
-    found = run_ranks(3, lambda rank: train(tmp_path / "run", Pair(), spec()), tmp_path / "ranks")
+    (alone,) = run_ranks(1, lambda rank: train(tmp_path / "alone", Pair(), given), tmp_path / "one")
+    found = run_ranks(3, lambda rank: train(tmp_path / "run", Pair(), given), tmp_path / "ranks")
     assert all("error" not in each for each in (alone, *found)), found
     for name, kept in alone["state"].items():
         assert np.abs(np.subtract(kept, found[0]["state"][name])).max(initial=0.0) < 1e-8, name
@@ -359,7 +362,10 @@ def test_a_run_with_a_joint_batch_norm_has_the_numbers_of_whole_batches_on_one_p
             return model
 
     def given(batchnorm: str) -> RunSpec:
-        return spec(train={"microbatch": None, "batchnorm": batchnorm}, data={"last_batch": "drop"})
+        return spec(
+            train={"microbatch": None, "batchnorm": batchnorm, "length": "7 steps"},
+            data={"last_batch": "drop"},
+        )
 
     whole = train(tmp_path / "one", Awake(), given("keep"))
     found = run_ranks(
@@ -413,6 +419,7 @@ class Remembering(Sentences):
         return self.kept
 
 
+@pytest.mark.quick("names1", "names2")
 @pytest.mark.parametrize("names", [("baseline",), ("baseline", "an environment"), ()])
 def test_the_state_of_a_task_that_each_rank_has_for_itself_is_named_at_the_start(
     names: tuple[str, ...], tmp_path: Path

@@ -63,6 +63,7 @@ def drop_all(run: Path) -> None:
     shutil.rmtree(run / manifest.FOLDER)
 
 
+@pytest.mark.quick("1-drop_newest-words0", "starts anew")
 @pytest.mark.parametrize(
     ("of_rank", "spoil", "words"),
     [
@@ -87,13 +88,14 @@ def drop_all(run: Path) -> None:
                 "and rank 1 of 2 on {host} has a newer checkpoint in {own}, of step 6"
             ),
         ),
-        (
+        pytest.param(
             0,
             drop_all,
             (
                 "starts from step 0, "
                 "and rank 1 of 2 on {host} has a newer checkpoint in {own}, of step 6"
             ),
+            id="starts anew",
         ),
     ],
 )
@@ -221,14 +223,15 @@ def test_a_run_that_began_with_weights_and_was_killed_before_its_first_step_goes
 
     def begin(rank: int) -> Any:
         start = Start(left, 6, weights_only=True)
-        with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True, start=start):
+        short = spec(train={"length": "4 steps"})
+        with Run(short, Sentences(), folder=tmp_path / "run", quiet=True, start=start):
             raise KeyboardInterrupt
 
     run_ranks(2, begin, tmp_path / "begun")
     assert manifest.steps(tmp_path / "run") == [0]
-    given = spec(layout={"check_every": "1 steps"})
+    given = spec(layout={"check_every": "1 steps"}, train={"length": "4 steps"})
     found = run_ranks(2, lambda rank: train(tmp_path / "run", given=given), tmp_path / "ranks")
-    assert [each.get("step") for each in found] == [13, 13], found
+    assert [each.get("step") for each in found] == [4, 4], found
 
 
 def _host() -> str:

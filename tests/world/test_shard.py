@@ -26,6 +26,8 @@ from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, apart, spec
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 LAYOUTS = {
     "stage 1 on 2": (2, {"shard": 2, "zero_stage": 1}),
     "stage 1 on 3": (3, {"shard": 3, "zero_stage": 1}),
@@ -241,6 +243,7 @@ def test_rows_are_cut_by_bytes_and_every_row_is_somebody_s(num_ranks: int) -> No
     assert cut_rows([(1, 100)], 3) == [[range(0), range(1), range(1, 1)]]  # fewer rows than ranks
 
 
+@pytest.mark.quick("1-1", "3-2")
 @pytest.mark.parametrize(("stage", "gathers"), [(1, 1), (2, 1), (3, 2)])
 def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
     stage: int, gathers: int, tmp_path: Path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from surefoot.train.run import Run
 from tests.world.ranks import run_ranks
 from tests.world.test_run import spec
 from tests.world.test_shard import Stacked, final_weights, sharded, train_until, worst
+
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
 
 
 def test_each_rank_links_what_has_not_changed_of_its_part(tmp_path: Path) -> None:
@@ -70,6 +73,14 @@ def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_bef
     assert consumed.check(folder).holds
 
 
+@pytest.fixture(scope="module")
+def in_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one commit, which two ranks wrote in parts."""
+    folder, given = tmp_path_factory.mktemp("parts"), sharded({"shard": 2, "zero_stage": 1})
+    run_ranks(2, lambda rank: train_until(folder / "run", given, 1), folder / "ranks")
+    return folder / "run"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -82,15 +93,9 @@ def test_a_commit_of_which_a_rank_s_part_is_damaged_is_set_aside_and_the_one_bef
     ],
 )
 def test_a_manifest_whose_parts_are_no_whole_is_refused(
-    change: Any, words: str, tmp_path: Path
+    change: Any, words: str, in_parts: Path, tmp_path: Path
 ) -> None:
-    folder = tmp_path / "run"
-    run_ranks(
-        2,
-        lambda rank: train_until(folder, sharded({"shard": 2, "zero_stage": 1}), 1),
-        tmp_path / "ranks",
-    )
-    place = manifest.step_folder(folder, 1)
+    place = manifest.step_folder(shutil.copytree(in_parts, tmp_path / "run"), 1)
     row = json.loads((place / manifest.FILE).read_text())
     file = next(each for each in row["files"] if each["name"] == "weights.rank-00001.safetensors")
     # the last one: no gap in the file without it
@@ -122,6 +127,7 @@ class Slashed(Stacked):
         return model  # type: ignore[no-any-return]
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_too(
     stage: int, tmp_path: Path
@@ -144,13 +150,8 @@ def test_moments_of_a_parameter_with_a_slash_in_its_name_are_written_in_parts_to
 @pytest.mark.quick("3")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
-    stage: int, tmp_path: Path
+    stage: int, in_parts: Path, tmp_path: Path
 ) -> None:
-    run_ranks(
-        2,
-        lambda rank: train_until(tmp_path / "run", sharded({"shard": 2, "zero_stage": 1}), 1),
-        tmp_path / "first",
-    )
     given = spec(
         layout={"shard": 2, "zero_stage": stage},
         train={"length": "1 step"},
@@ -158,13 +159,13 @@ def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
     )
 
     def job(rank: int) -> Any:
-        start = Start(tmp_path / "run", 1, weights_only=True)
+        start = Start(in_parts, 1, weights_only=True)
         with Run(given, Stacked(), folder=tmp_path / "new", quiet=True, start=start) as run:
             return len(list(run.steps()))
 
     found = run_ranks(2, job, tmp_path / "second")
     assert found == [1, 1], found
-    before, after = final_weights(tmp_path / "run", 1), final_weights(tmp_path / "new", 1)
+    before, after = final_weights(in_parts, 1), final_weights(tmp_path / "new", 1)
     assert (
         worst(
             {name: before[name] for name in before if "norm.r" not in name and "num_b" not in name},
@@ -174,6 +175,7 @@ def test_ranks_that_hold_a_part_begin_with_the_weights_of_a_commit(
     )
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("refused", [0, 1])
 def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by_all(
     refused: int, tmp_path: Path

@@ -28,6 +28,8 @@ from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import SOLO, Mesh, lay_out
 from tests.world.ranks import together
 
+pytestmark = pytest.mark.usefixtures("loaded_for_shards")
+
 STEPS, NORM = 3, 0.5
 
 
@@ -140,6 +142,7 @@ FORMS: dict[str, Callable[[nn.Module, nn.Module], Any]] = {
 }
 
 
+@pytest.mark.quick("module", "groups")
 @pytest.mark.parametrize("form", FORMS)
 def test_state_is_split_of_whatever_an_optimizer_of_torch_takes(form: str, tmp_path: Path) -> None:
     """A loss with weights beside the model; each rank keeps moments of its rows alone."""
@@ -282,6 +285,7 @@ def test_a_parameter_that_is_not_the_model_s_cannot_stay_whole() -> None:
         FullySharded(nn.Linear(2, 2), SOLO, {}, stage=2, replicated=[WEIGHT])
 
 
+@pytest.mark.quick("2-True", "3-False")
 @pytest.mark.parametrize("begins", [True, False])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_torch_clips_the_gradients_that_stand_at_the_parameters(

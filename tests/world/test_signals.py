@@ -106,9 +106,7 @@ def ends(run: Path) -> list[events.Ended]:
     return [each for home in homes for each in events.read(home) if isinstance(each, events.Ended)]
 
 
-@pytest.mark.quick(
-    "supervisor-{}", "rank 1-{'shard': 2, 'zero_stage': 1}", "ranks, then supervisor-{}"
-)
+@pytest.mark.quick("rank 1-{'shard': 2, 'zero_stage': 1}", "ranks, then supervisor-{}")
 @pytest.mark.parametrize(
     ("whom", "layout"),
     [
@@ -137,7 +135,7 @@ def test_sigterm_to_any_of_them_ends_all_after_the_same_step_which_is_saved(
     assert consumed.check(run).last == last
 
 
-@pytest.mark.quick("supervisor-12-140", "supervisor, then ranks-24-152")
+@pytest.mark.quick("supervisor-12-140")
 @pytest.mark.parametrize(
     ("whom", "number", "code"),
     [

@@ -97,6 +97,7 @@ def find_watchers(parents: set[int]) -> list[int]:
     return found
 
 
+@pytest.mark.quick("branch", "stopped")
 @pytest.mark.parametrize(
     "kind",
     [
