@@ -11,25 +11,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
-import pytest
 
 from surefoot.cli.entry import main
-from surefoot.components.checkpoint.foreign import child, weights
 from tests.world.launched import Forked, forked, speak
 
 
 def call(*words: str | Path) -> int:
     """Run `surefoot words...` in this process; gives the exit code."""
     sys.argv = ["surefoot", *map(str, words)]
-    return code_of(main)
-
-
-def code_of(command: Callable[[], None]) -> int:
     try:
-        command()
+        main()
     except SystemExit as left:
         return left.code if isinstance(left.code, int) else int(left.code is not None)
     return 0
@@ -80,28 +71,3 @@ def _fork(
 
 def _read(number: int) -> str:
     return os.pread(number, os.fstat(number).st_size, 0).decode(errors="replace")
-
-
-@pytest.fixture
-def reads_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that opens a file for `checkpoint import` is forked, not started anew.
-
-    It confines itself and reads as it always does.
-    """
-
-    def start(command: list[str], *, cwd: Path, **_: Any) -> subprocess.CompletedProcess[bytes]:
-        given = command[command.index(weights.CHILD) + 1 :]
-
-        def job() -> int:
-            sys.argv = ["child", *given]
-            return code_of(child.main)
-
-        done = _fork(job, cwd, tuple(command))
-        return subprocess.CompletedProcess(
-            command, done.returncode, done.stdout.encode(), done.stderr.encode()
-        )
-
-    stands_in = SimpleNamespace(
-        run=start, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-    )
-    monkeypatch.setattr(weights, "subprocess", stands_in)

@@ -280,7 +280,6 @@ def test_what_is_not_there_is_left_out_or_said(surefoot: Command) -> None:
     ],
     ids=("torn", "a list", "newer", "nested"),
 )
-@pytest.mark.quick("operators.json", "memory.json")
 @pytest.mark.parametrize("name", ["operators.json", "roofline.json", "memory.json"])
 def test_a_damaged_part_of_a_profile_is_named_and_the_rest_is_shown(
     text: str, told: str, name: str, surefoot: Command

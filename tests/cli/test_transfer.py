@@ -14,11 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from surefoot.contract import manifest
 from tests.cli.conftest import Command
-from tests.cli.forked_commands import reads_in_forks
 from tests.cli.test_a_run import documented
+from tests.prove.forked import programs_are_forked
 from tests.train.small import write_task
 
-__all__ = ["reads_in_forks"]  # a fixture
+__all__ = ["programs_are_forked"]  # a fixture
 
 SPEC = (
     '[task]\nuse = "{use}"\n[train]\nlength = "4 steps"\nbatch = 4\n[observe]\n'
@@ -169,7 +169,7 @@ def test_a_model_whose_outputs_changed_leaves_no_file_and_ends_with_1(
     assert not Path("mine.safetensors").exists()
 
 
-@pytest.mark.usefixtures("reads_in_forks")
+@pytest.mark.usefixtures("programs_are_forked")
 def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_written(
     spec: Path, surefoot: Command
 ) -> None:
@@ -182,7 +182,7 @@ def test_weights_of_another_model_are_refused_with_both_sides_and_nothing_is_wri
     assert not Path("back").exists()
 
 
-@pytest.mark.usefixtures("reads_in_forks")
+@pytest.mark.usefixtures("programs_are_forked")
 @pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
 def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(
     name: str, surefoot: Command
@@ -213,7 +213,7 @@ def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(
     assert [path.name for path in Path("taken").iterdir()] == ["x"]
 
 
-@pytest.mark.usefixtures("reads_in_forks")
+@pytest.mark.usefixtures("programs_are_forked")
 def test_half_a_model_is_refused_and_what_was_left_is_told_without_the_weights(
     surefoot: Command,
 ) -> None:

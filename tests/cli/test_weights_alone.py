@@ -15,11 +15,11 @@ from surefoot.components.data import consumed
 from surefoot.contract import manifest
 from surefoot.train.resume.start import Start
 from tests.cli.conftest import Command
-from tests.cli.forked_commands import reads_in_forks
 from tests.cli.resumed_runs import STEPS, spec, started, train, trained
+from tests.prove.forked import programs_are_forked
 from tests.train.test_resume import bits
 
-__all__ = ["reads_in_forks", "spec", "trained"]  # fixtures
+__all__ = ["programs_are_forked", "spec", "trained"]  # fixtures
 
 
 def write_imported(weights: dict[str, torch.Tensor]) -> None:
@@ -89,7 +89,7 @@ def test_weights_none_of_which_fit_are_refused_with_both_sides(
     assert not Path("new").exists()
 
 
-@pytest.mark.usefixtures("reads_in_forks")
+@pytest.mark.usefixtures("programs_are_forked")
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_orig_mod.module."])
 def test_the_hint_names_the_prefix_that_a_wrapper_put_before_all_names(
     prefix: str, spec: Path, surefoot: Command
@@ -168,7 +168,7 @@ def test_partial_weights_without_weights_are_refused(spec: Path, surefoot: Comma
     assert "--partial-weights needs --weights DIR" in answer.err
 
 
-@pytest.mark.usefixtures("reads_in_forks")
+@pytest.mark.usefixtures("programs_are_forked")
 def test_pretrained_weights_are_imported_and_fine_tuned_and_the_frozen_part_stays_bit_for_bit(
     spec: Path, surefoot: Command
 ) -> None:

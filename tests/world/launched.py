@@ -12,13 +12,13 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from surefoot.cli import options
-from surefoot.cli.main import _print_error, main
+from surefoot.cli.main import _print_error
 from surefoot.control.launch import local
 from surefoot.control.launch.forks import ForkServer
 from surefoot.control.launch.looking import RankFiles
@@ -213,31 +213,6 @@ def _fork(
     if reads is not None:
         os.close(writes)
     return Forked(pid, reads)
-
-
-def called(
-    words: Sequence[str], folder: Path, variables: Mapping[str, str] | None = None
-) -> tuple[int, str, str]:
-    """The exit code of `surefoot` with these words, and what it printed and said of errors.
-
-    In a process that is forked from this one, which has loaded torch.
-    """
-    paths = [folder / "printed", folder / "said"]
-
-    def job() -> int:
-        out, error = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in paths)
-        speak(out, error)
-        os.environ |= variables or {}
-        sys.argv = ["surefoot", *words]
-        try:
-            main()
-        except SystemExit as leave:
-            return int(leave.code or 0)
-        return 0
-
-    _, status = os.waitpid(forked(job), 0)
-    printed, said = (path.read_text() for path in paths)
-    return os.waitstatus_to_exitcode(status), printed, said
 
 
 def speak(out: int, error: int) -> None:

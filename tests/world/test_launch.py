@@ -20,7 +20,8 @@ import pytest
 
 from surefoot.components.data import consumed
 from surefoot.contract import manifest
-from tests.world.launched import Supervised, called
+from tests.cli.forked_commands import run_forked
+from tests.world.launched import Supervised
 
 ROOT = Path(__file__).resolve().parents[2]
 SLOW = '''
@@ -379,7 +380,7 @@ def test_what_cannot_be_launched_is_told_before_any_work(
 ) -> None:
     full = ["train", "digits", "--run", str(tmp_path / "run"), *words]
     if variables:  # what is a rank loads torch first
-        code, _, error = called(full, tmp_path, variables)
+        done = run_forked(*full, folder=tmp_path, variables=variables)
     else:
         done = subprocess.run(
             [sys.executable, "-P", "-m", "surefoot", *full],
@@ -389,10 +390,9 @@ def test_what_cannot_be_launched_is_told_before_any_work(
             check=False,
             timeout=600,
         )
-        code, error = done.returncode, done.stderr
-    assert code == 2, error
-    assert said in error
-    assert "Traceback" not in error
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.world.launched import called
+from tests.cli.forked_commands import run_forked
 from tests.world.test_launch import environment
 
 OTHER = """
@@ -186,10 +186,10 @@ def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line
 def test_a_loss_that_depends_on_how_its_batch_is_cut_is_refused_before_a_layout_is_tried(
     task: str, tmp_path: Path
 ) -> None:
-    code, printed, said = called(words_of(task, "replicate=2", folder=tmp_path), tmp_path)
-    assert code == 2, said + printed
-    assert "is not a sum over samples" in said
-    assert "additive=False" in said
+    done = run_forked(*words_of(task, "replicate=2", folder=tmp_path), folder=tmp_path)
+    assert done.returncode == 2, done.stderr + done.stdout
+    assert "is not a sum over samples" in done.stderr
+    assert "additive=False" in done.stderr
 
 
 @pytest.mark.slow
