@@ -76,9 +76,10 @@ def tried(campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int)
 @pytest.mark.quick("F01", "F02", "F24", "F29")
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_a_few_trials(case: str, workshop: PlantedWorkshop) -> None:
-    found = tried(BY_CASE[case], workshop, BY_CASE[case].few, 0)
+    few = -(-BY_CASE[case].few // 2)  # `surefoot prove` tries all of these, make test-faults more
+    found = tried(BY_CASE[case], workshop, few, 0)
     assert found.failures == ()
-    assert found.trials >= 0.8 * BY_CASE[case].few  # a fault may come too late
+    assert found.trials >= 0.8 * few  # a fault may come too late
 
 
 @pytest.mark.faults

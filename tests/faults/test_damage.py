@@ -38,9 +38,10 @@ def found(
 def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(
     campaign: Campaign, workshop: PlantedWorkshop
 ) -> None:
-    outcome = found(campaign, workshop, campaign.few)
+    few = campaign.few // 2  # `surefoot prove` tries all of these, make test-faults more
+    outcome = found(campaign, workshop, few)
     assert outcome.failures == ()
-    assert outcome.trials == campaign.few
+    assert outcome.trials == few
 
 
 @pytest.mark.faults
@@ -48,7 +49,7 @@ def test_a_damaged_run_loads_what_was_saved_or_names_the_damage(
 def test_a_damaged_run_loads_what_was_saved_or_names_the_damage_in_the_large_count(
     campaign: Campaign, workshop: PlantedWorkshop
 ) -> None:
-    outcome = found(campaign, workshop, MANY[campaign.case], seed=campaign.few)
+    outcome = found(campaign, workshop, MANY[campaign.case], seed=campaign.few // 2)
     assert outcome.failures == ()
 
 

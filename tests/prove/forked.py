@@ -41,7 +41,9 @@ def forking() -> Iterator[None]:
     start: Callable[..., int] = subprocess._fork_exec  # type: ignore[attr-defined]
 
     def fork_or_start(words: Sequence[str], *given: Any) -> int:
-        if words[0] != sys.executable or _program(words) is None:
+        # a process group, a user, a umask or a function that comes first: an interpreter of its own
+        has_more = any(each not in (None, -1) for each in given[15:21])
+        if words[0] != sys.executable or _program(words) is None or has_more:
             return start(words, *given)
         pid = os.fork()
         if pid == 0:
