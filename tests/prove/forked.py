@@ -7,6 +7,7 @@ a new interpreter brings: an import of everything, and an address space of its o
 from __future__ import annotations
 
 import logging
+import multiprocessing.process
 import os
 import runpy
 import signal
@@ -159,6 +160,8 @@ def _forget() -> None:
     warnings.filterwarnings("ignore", "'surefoot.* found in sys.modules", RuntimeWarning)
     logging.root.handlers.clear()
     tempfile.tempdir = None
+    # where spawned processes look for a script that has a relative path
+    multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     torch.set_num_threads(1)  # the threads of a pool are not there after a fork
     os.execvp = _exec_instead  # type: ignore[assignment]
 

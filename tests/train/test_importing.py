@@ -6,17 +6,17 @@ What runs already is used, and a run that an import would start is refused.
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
-import torch
 
 from surefoot.contract.signature import find_unguarded_run
+from tests.prove.forked import programs_are_forked
 from tests.train.small import TEXT, call
+
+__all__ = ["programs_are_forked"]
 
 HEAD = (
     "import pathlib\npathlib.Path('executions').open('a').write('x')\n"
@@ -68,36 +68,6 @@ def write(folder: Path, text: str, name: str = "s.py") -> Path:
     return path
 
 
-def run_in_child(folder: Path, module: str = "") -> str:
-    """Run s.py, or a module by its name, as `python` does, in a forked process; gives its stderr.
-
-    Such a process has imported torch.
-    """
-    written = folder / "stderr"
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.dup2(os.open(written, os.O_CREAT | os.O_WRONLY), 2)
-            sys.stderr = os.fdopen(2, "w", closefd=False)
-            os.chdir(folder)
-            sys.path.insert(0, str(folder))
-            sys.argv = ["s.py"]
-            torch.set_num_threads(1)
-            if module:
-                runpy.run_module(module, run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(str(folder / "s.py"), run_name="__main__")
-            code = 0
-        except BaseException:  # noqa: BLE001 - it must not go on as the tests
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, written.read_text()
-    return written.read_text()
-
-
 def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
@@ -127,12 +97,13 @@ def test_a_script_that_may_be_imported_is_not_refused_by_its_text(how: str, tmp_
     assert find_unguarded_run(write(tmp_path, STARTS_NOTHING[how])) is None
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_command_refuses_an_unguarded_script_before_anything_of_it_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path, f"import shutil\nshutil.rmtree('r', ignore_errors=True)\n{TRAIN}")
-    run_in_child(tmp_path)
+    assert python(tmp_path, "s.py").returncode == 0
     for words in (("evaluate", "r"), ("predict", "r"), ("train", "s.py:Mine", "--run", "new")):
         assert call(monkeypatch, *words) == 2
         told = capsys.readouterr().err
@@ -188,26 +159,30 @@ with Run(surefoot.read_spec('r/spec.toml').spec, folder='again', quiet=True) as 
     assert times(tmp_path) == 1
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_module_that_python_runs_by_its_name_is_used_too(tmp_path: Path) -> None:
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
     write(tmp_path, TRAIN + "surefoot.load('r')\n", "pkg/s.py")
-    run_in_child(tmp_path, "pkg.s")
+    ended = python(tmp_path, "-m", "pkg.s")
+    assert ended.returncode == 0, ended.stderr
     assert times(tmp_path) == 1
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_script_that_loads_its_own_run_at_its_top_is_imported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     guarded = STARTS_NOTHING["a guard"]
     write(tmp_path, guarded)
-    run_in_child(tmp_path)
+    assert python(tmp_path, "s.py").returncode == 0
     write(tmp_path, f"{guarded}TEACHER = surefoot.load('r')\n")
     assert call(monkeypatch, "evaluate", "r", "--quiet") == 0
     assert times(tmp_path) == 2  # the script itself, and the command
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_spawned_process_that_imports_an_unguarded_script_starts_no_run(tmp_path: Path) -> None:
     text = """
 import multiprocessing, os
@@ -219,5 +194,6 @@ with run:
     child.join()
 """
     write(tmp_path, text)
-    assert 'if __name__ == "__main__":' in run_in_child(tmp_path)
+    ended = python(tmp_path, "s.py")
+    assert 'if __name__ == "__main__":' in ended.stderr
     assert len(list(tmp_path.glob("r-*"))) == 1
