@@ -196,6 +196,7 @@ def test_a_key_of_a_file_whose_weights_stand_at_its_top_is_told(
     assert not Path("back").exists()
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 def test_a_file_that_is_no_checkpoint_and_a_folder_that_is_taken_are_refused(
     surefoot: Command,
 ) -> None:

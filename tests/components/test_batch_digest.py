@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import enum
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,50 +46,59 @@ def jagged(*lengths: int) -> torch.Tensor:
     )
 
 
-APART: dict[str, tuple[Any, Any]] = {
-    "numbers side by side": ([1, 11], [11, 1]),
-    "nesting": ([[1], [2, 3]], [[1, 2], [3]]),
-    "one element": (torch.arange(8.0), torch.arange(8.0).index_fill(0, torch.tensor([3]), 9.0)),
-    "a dtype": (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
-    "a shape": (torch.zeros(4, 1), torch.zeros(1, 4)),
-    "bfloat16": (torch.ones(3, dtype=torch.bfloat16), torch.full((3,), 2, dtype=torch.bfloat16)),
-    "a conjugated tensor": (
+APART: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "numbers side by side": lambda: ([1, 11], [11, 1]),
+    "nesting": lambda: ([[1], [2, 3]], [[1, 2], [3]]),
+    "one element": lambda: (
+        torch.arange(8.0),
+        torch.arange(8.0).index_fill(0, torch.tensor([3]), 9.0),
+    ),
+    "a dtype": lambda: (torch.zeros(4), torch.zeros(4, dtype=torch.int32)),
+    "a shape": lambda: (torch.zeros(4, 1), torch.zeros(1, 4)),
+    "bfloat16": lambda: (
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.full((3,), 2, dtype=torch.bfloat16),
+    ),
+    "a conjugated tensor": lambda: (
         torch.tensor([1 + 2j], dtype=torch.complex128).conj(),
         torch.tensor([1 + 3j], dtype=torch.complex128).conj(),
     ),
-    "a number of NumPy": (np.float32(1), np.float32(2)),
-    "a complex number": (1j, 2j),
-    "a text": ({"a": "b"}, {"a": "c"}),
-    "a key": ({"a": 1}, {"b": 1}),
-    "a set": ({1, 2}, {1, 3}),
-    "a date": (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
-    "a path": (Path("a"), Path("b")),
-    "a bytearray": (bytearray(b"a"), bytearray(b"b")),
-    "a deque": (deque([1, 2]), deque([2, 1])),
-    "slots": (Slots(1), Slots(torch.ones(2))),
-    "a dataclass": (Graph(torch.ones(2), 1), Graph(torch.zeros(2), 1)),
-    "a member of an Enum": (Kind.CAT, Kind.DOG),
-    "an array of objects": (np.array(["a", 1], dtype=object), np.array(["a", 2], dtype=object)),
-    "an array of texts": (np.array(["ab"]), np.array(["ac"])),
-    "a sparse tensor": (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
-    "a compressed sparse tensor": (
+    "a number of NumPy": lambda: (np.float32(1), np.float32(2)),
+    "a complex number": lambda: (1j, 2j),
+    "a text": lambda: ({"a": "b"}, {"a": "c"}),
+    "a key": lambda: ({"a": 1}, {"b": 1}),
+    "a set": lambda: ({1, 2}, {1, 3}),
+    "a date": lambda: (datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+    "a path": lambda: (Path("a"), Path("b")),
+    "a bytearray": lambda: (bytearray(b"a"), bytearray(b"b")),
+    "a deque": lambda: (deque([1, 2]), deque([2, 1])),
+    "slots": lambda: (Slots(1), Slots(torch.ones(2))),
+    "a dataclass": lambda: (Graph(torch.ones(2), 1), Graph(torch.zeros(2), 1)),
+    "a member of an Enum": lambda: (Kind.CAT, Kind.DOG),
+    "an array of objects": lambda: (
+        np.array(["a", 1], dtype=object),
+        np.array(["a", 2], dtype=object),
+    ),
+    "an array of texts": lambda: (np.array(["ab"]), np.array(["ac"])),
+    "a sparse tensor": lambda: (torch.eye(3).to_sparse(), (2 * torch.eye(3)).to_sparse()),
+    "a compressed sparse tensor": lambda: (
         torch.eye(3).to_sparse_csr(),
         (2 * torch.eye(3)).to_sparse_csr(),
     ),
-    "a nested tensor": (jagged(1, 3), jagged(2, 2)),
-    "very many parts": (
+    "a nested tensor": lambda: (jagged(1, 3), jagged(2, 2)),
+    "very many parts": lambda: (
         [torch.tensor([number]) for number in range(6000)],
         [torch.tensor([number + 1]) for number in range(6000)],
     ),
-    "a scalar tensor": (torch.tensor(1.0), torch.tensor(2.0)),
-    "nothing": (None, []),
+    "a scalar tensor": lambda: (torch.tensor(1.0), torch.tensor(2.0)),
+    "nothing": lambda: (None, []),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors)")
 @pytest.mark.parametrize("name", APART)
 def test_a_digest_tells_batches_apart(name: str) -> None:
-    one, other = APART[name]
+    one, other = APART[name]()
     assert digest_of(one) != digest_of(other)
     assert digest_of(one) == digest_of(one)
     if name not in ("a nested tensor", "a compressed sparse tensor"):  # which cannot be copied

@@ -23,13 +23,13 @@ STEPS = 3
 class Causal:
     """A small decoder whose input and output embeddings are tied."""
 
-    kind = transformers.GPT2LMHeadModel
+    kind = "GPT2LMHeadModel"
 
     def model(self) -> nn.Module:
         config = transformers.GPT2Config(
             vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2
         )
-        made: nn.Module = self.kind(config)
+        made: nn.Module = getattr(transformers, self.kind)(config)
         return made
 
     def data(self, split: str) -> dict[str, Tensor]:
@@ -50,7 +50,7 @@ class Causal:
 class Encoder(Causal):
     """A small encoder with a head, nothing tied."""
 
-    kind = transformers.BertForSequenceClassification
+    kind = "BertForSequenceClassification"
 
     def model(self) -> nn.Module:
         config = transformers.BertConfig(
@@ -61,7 +61,7 @@ class Encoder(Causal):
             intermediate_size=16,
             num_labels=3,
         )
-        made: nn.Module = self.kind(config)
+        made: nn.Module = getattr(transformers, self.kind)(config)
         return made
 
     def loss(self, output: Tensor, batch: Any) -> Loss:
@@ -91,7 +91,9 @@ def test_from_pretrained_opens_a_step_folder_to_the_weights_that_were_evaluated(
     with Run(spec, task(), folder=tmp_path / "run", quiet=True) as run:
         drive(run)
     folder = manifest.step_folder(tmp_path / "run", STEPS)
-    opened, report = task.kind.from_pretrained(folder, output_loading_info=True)
+    opened, report = getattr(transformers, task.kind).from_pretrained(
+        folder, output_loading_info=True
+    )
     assert not any(report.values()), report
     if run.assembly.engine.average is not None:
         with run.assembly.engine.average.swapped_in():

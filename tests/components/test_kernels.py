@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.graph import GraphLowering
 
 from surefoot.components.compiler.kernels import Graph, watch_kernels
 from surefoot.components.compiler.regions import compile_regions
@@ -26,6 +24,8 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     Compiling it takes tens of seconds, and nobody looks at its numbers in these tests.
     """
+    from torch._inductor.async_compile import AsyncCompile  # seconds; not while tests are collected
+
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *source: lambda *pointers: None)
     torch._dynamo.reset()
     with torch._inductor.config.patch(compile_threads=1):  # else it keeps threads that nobody ends
@@ -99,5 +99,7 @@ def test_nothing_is_watched_once_the_block_is_left() -> None:
     compile_regions(model, backend="aot_eager")
     with watch_kernels() as graphs:
         model(torch.ones(4))
+    from torch._inductor.graph import GraphLowering
+
     assert graphs == []
     assert GraphLowering.save_output_code is None

@@ -81,7 +81,8 @@ def test_a_compiled_block_that_changes_its_products_in_place_has_the_bits_of_eag
     assert_same_bits(trained(model), expected)
 
 
-@pytest.mark.parametrize("what", ["blocks", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["blocks", "model"])
 def test_operators_keep_less_than_none_and_full_keeps_least_when_compiled(what: str) -> None:
     def kept(how: str) -> int:
         model = made(lambda: Transformer(17, layers=2, width=16, heads=2, length=32))

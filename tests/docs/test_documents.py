@@ -26,8 +26,10 @@ GUIDES = (
     "report",
     "several-ranks",
 )
-LONG = {"docs/concepts/roofline.md", "docs/reference/cli.md", "docs/reference/run-folder.md"}
+REFERENCES = ("checkpoints", "cli", "run-folder")
+LONG = {"docs/concepts/roofline.md"}
 LONG |= {f"docs/guides/{name}.md" for name in GUIDES}
+LONG |= {f"docs/reference/{name}.md" for name in REFERENCES}
 
 
 def _name(path: Path) -> str:

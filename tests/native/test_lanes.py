@@ -186,6 +186,7 @@ def build(folder: Path, **environment: str) -> tuple[Path, str]:
     return wheel, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not lanes.LIBRARY.exists(), reason="there is no C compiler")
 def test_the_wheel_holds_the_library_and_says_for_which_machine(tmp_path: Path) -> None:
     wheel, _ = build(tmp_path)

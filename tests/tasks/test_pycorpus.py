@@ -100,6 +100,7 @@ def test_its_recipe_sees_at_most_8_million_bytes() -> None:
     assert steps * source_bytes <= 8_000_000
 
 
+@pytest.mark.slow
 def test_a_small_transformer_needs_under_4_and_a_half_bits_a_byte_after_30000_of_them(
     tmp_path: Path,
 ) -> None:

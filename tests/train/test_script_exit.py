@@ -96,7 +96,7 @@ def write_script(folder: Path, text: str, name: str = "s.py") -> None:
     (folder / name).write_text(BEGIN + "".join(f"    {line}\n" for line in text.splitlines()))
 
 
-@pytest.mark.quick("the same run, resumed", "an exit with 5")
+@pytest.mark.quick("the same run, resumed")
 @pytest.mark.parametrize("how", ENDS)
 def test_a_script_ends_with_the_code_of_the_command_unless_it_decides_itself(
     how: str, tmp_path: Path

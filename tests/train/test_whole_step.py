@@ -107,7 +107,7 @@ class Spare(Small):
         return output
 
 
-@pytest.mark.quick("adamw")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw", "sgd", "lars", "lamb"])
 def test_what_has_no_gradient_stays_as_it_is(name: str, tmp_path: Path) -> None:
     told, expected, _ = train(stated("none", optim=OPTIMIZERS[name]), Spare(), tmp_path / "told")

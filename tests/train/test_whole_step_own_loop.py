@@ -255,6 +255,7 @@ def test_counters_of_what_has_no_gradient_stand_still(grouped: str) -> None:
     assert (counters["used.bias"], counters["seldom.bias"], counters["never.bias"]) == (8, 4, 0)
 
 
+@pytest.mark.slow
 def test_a_model_in_float64_is_moved_in_float64() -> None:
     plain, model = bare_model().double(), bare_model().double()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
@@ -270,6 +271,7 @@ def test_a_model_in_float64_is_moved_in_float64() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_frozen_stays_and_may_be_thawed() -> None:
     pairs = [
         (model, guarded_of(torch.optim.AdamW, model)) for model in (bare_model(), bare_model())

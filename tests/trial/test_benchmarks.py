@@ -219,7 +219,7 @@ def test_the_reference_case_holds_less_where_blocks_are_computed_again(
     assert peaks["reference full"] < peaks["reference operators"] < peaks["reference none"]
 
 
-@pytest.mark.quick("accumulate", "update in backward", "bf16")
+@pytest.mark.quick("accumulate", "update in backward")
 @pytest.mark.parametrize(
     "component", ["fp32", "bf16", "accumulate", "channels last", "update in backward", "recompute"]
 )

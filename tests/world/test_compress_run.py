@@ -152,6 +152,7 @@ def test_a_run_that_forgets_what_was_not_sent_is_seen_to(
     assert found[0]["losses"] != whole[0]["losses"][-len(found[0]["losses"]) :]
 
 
+@pytest.mark.slow
 def test_of_another_number_of_ranks_the_sum_of_what_was_not_sent_stays_and_it_is_said(
     tmp_path: Path,
 ) -> None:

@@ -416,6 +416,7 @@ if other:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks at its threads in /proc")
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
     """One that lets go of a tensor then aborts the process.
