@@ -114,16 +114,14 @@ def test_a_host_that_comes_late_is_waited_for_and_one_that_does_not_is_named(hos
 
 
 @pytest.mark.slow
-def test_a_wrong_address_fails_in_time_and_is_named(hosts: Hosts) -> None:
+def test_a_wrong_address_is_named(hosts: Hosts) -> None:
     """One that nobody has, and one where nobody listens."""
-    begun_s = time.monotonic()
     wrong = ("10.77.0.9", ADDRESSES[1])
     tried = [start(hosts, 1, sys.executable, "-c", JOIN, "2", address=address) for address in wrong]
     for address, process in zip(wrong, tried, strict=True):
         code, _, said = end(process)
         assert code
         assert f"rank 1 of 2 found no rank 0 at {address}:{PORT} within 2 s" in said
-    assert time.monotonic() - begun_s < 200
 
 
 def test_hosts_end_with_who_made_them_also_by_sigkill(hosts: Hosts) -> None:
