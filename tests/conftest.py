@@ -152,7 +152,7 @@ def leaves_nothing_behind() -> Iterator[None]:
     yield
     for each in [each for each in threading.enumerate() if each not in threads and not each.daemon]:
         gc.collect()  # a pool that nobody holds any more tells its threads to end
-        each.join(timeout=2.0)
+        each.join(timeout=30.0)
     found = [
         f"thread {one.name}"
         for one in threading.enumerate()

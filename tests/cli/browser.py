@@ -164,7 +164,7 @@ def browsing(program: str, profile: Path) -> Iterator[Browser]:
         with suppress(OSError):
             os.write(to, b'{"id": 0, "method": "Browser.close"}\0')
         try:
-            process.wait(10)
+            process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

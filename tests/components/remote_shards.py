@@ -81,7 +81,7 @@ def drafts(folder: Path) -> list[Path]:
 
 
 def wait_until(holds: Callable[[], bool]) -> bool:
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 60
     while not holds() and time.monotonic() < until_s:
         time.sleep(0.01)
     return holds()

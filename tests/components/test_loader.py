@@ -353,7 +353,7 @@ def test_workers_die_with_the_process_that_began_them(tmp_path: Path) -> None:
     parent.wait()
     parent.stdout.close()
     assert len(workers) == 3
-    until_s = time.monotonic() + 10  # on a machine with much else to do
+    until_s = time.monotonic() + 60  # on a machine with much else to do
     while any(map(psutil.pid_exists, workers)) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert not [number for number in workers if psutil.pid_exists(number)]

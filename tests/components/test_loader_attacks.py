@@ -68,7 +68,7 @@ def test_numbers_and_words_that_fill_a_pipe_hold_nobody_up() -> None:
     reading = loader(
         Wordy(), LoaderSettings(workers=1, kind="process", prefetch=6), batch=40_000, last=6
     )
-    signal.alarm(30)
+    signal.alarm(120)
     for number in range(1, 7):
         (batch,) = reading.take(number).batches
         assert batch["words"][-1] == f"word {batch['number'][-1]}"
@@ -86,7 +86,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_is_replaced() -> None
         told=told,
     )
     drawn = random.Random(1)
-    signal.alarm(30)
+    signal.alarm(120)
     for number in range(1, 10):
         if number > 1:
             time.sleep(drawn.random() * 0.01)
@@ -313,7 +313,7 @@ def test_workers_in_the_middle_of_a_batch_die_with_the_process(of_main: bool) ->
     run.close()
     ours.close()
     theirs.close()
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while any(map(psutil.pid_exists, workers)) and time.monotonic() < until_s:
         time.sleep(0.01)
     assert not [each for each in workers if psutil.pid_exists(each)]
@@ -353,7 +353,7 @@ class Late(Numbers):
     def read(self, ids: np.ndarray) -> dict[str, Any]:
         number = next(self.reads)
         if number == 1:
-            self.gate.wait(10)
+            self.gate.wait(60)
         elif number == 4:
             self.gate.set()
             time.sleep(0.1)

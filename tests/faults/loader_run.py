@@ -203,7 +203,7 @@ def _kill(pid: int) -> int:
 
 def assert_gone(pids: list[int]) -> None:
     """Processes that a run left end with it."""
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while left := [pid for pid in pids if _runs(pid)]:
         assert time.monotonic() < until_s, f"processes {left} outlive their run"
         time.sleep(0.005)

@@ -35,7 +35,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> bool:
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while is_running(pid) and time.monotonic() < until_s:
         time.sleep(0.01)
     return not is_running(pid)

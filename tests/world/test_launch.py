@@ -224,7 +224,7 @@ def test_a_supervisor_that_is_killed_leaves_no_rank_and_the_run_goes_on_with_ano
     wait_for_step(tmp_path, supervisor)
     supervisor.kill()
     supervisor.wait()
-    until_s = time.monotonic() + 10
+    until_s = time.monotonic() + 60
     while processes_of(tmp_path):
         assert time.monotonic() < until_s, "a rank outlives its supervisor"
         time.sleep(0.05)
