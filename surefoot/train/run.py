@@ -131,7 +131,8 @@ class Run:
         self._folder, root = make_absolute(chosen.folder), chosen.folder.absolute()
         self.generation, self._stops.outcome = self._lock.generation, chosen.done
         self._scores = Scores(self.assembly)
-        self._guard = Guard(self.spec.stability, min_scale=self.spec.precision.min_scale)
+        table, total = self.spec.stability, self.assembly.course.total_steps
+        self._guard = Guard(table, min_scale=self.spec.precision.min_scale, total_steps=total)
         together.clear_drafts(self.group, self.folder)
         begun = None if self._start is None else self._begin_with(self._start, chosen)
         self._keeper = CheckpointManager(

@@ -86,9 +86,12 @@ def test_a_sample_that_is_not_a_number_costs_its_step_and_moves_nothing(
     assert all(bool(torch.isfinite(tensor).all()) for tensor in state_of(run).values())
 
 
-def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path: Path) -> None:
-    """The reference: the same steps by hand through torch's own calls, the third left out."""
-    poisoned = next(sample for sample in range(SAMPLES) if step_of(sample) == 3)
+@pytest.mark.parametrize("skipped", [1, 3])
+def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(
+    skipped: int, tmp_path: Path
+) -> None:
+    """The reference: the same steps by hand through torch's own calls, that one left out."""
+    poisoned = next(sample for sample in range(SAMPLES) if step_of(sample) == skipped)
     task = Small(norm=True, poison=(poisoned,))
     table = {"name": "sgd", "lr": 0.05}
     with Run(
@@ -103,7 +106,7 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
     )
     _feed, applied = run.assembly.feed, 0
     for number in range(6):
-        if number == 2:
+        if number + 1 == skipped:
             continue
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * run.assembly.schedule(applied)
@@ -117,6 +120,35 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(tmp_path
         run.model.state_dict().values(), model.state_dict().values(), strict=True
     ):
         torch.testing.assert_close(mine, other, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("steps", "max_skips", "ends_at", "words"),
+    [
+        (12, 5, 5, "5 steps in a row, before any update was applied"),
+        (3, 5, 3, "3 steps in a row, before any update was applied"),
+        (1, 5, 1, "1 step in a row, before any update was applied"),
+        (12, 1, 1, "1 step in a row, before any update was applied"),
+    ],
+)
+def test_a_run_in_which_no_update_was_applied_ends_with_an_error(
+    steps: int, max_skips: int, ends_at: int, words: str, tmp_path: Path
+) -> None:
+    task = Small(poison=tuple(range(SAMPLES)))
+    with (
+        pytest.raises(NumbersError, match=f"^step {ends_at}: the loss is nan, {words}") as raised,
+        Run(
+            spec(steps, stability={"max_skips": max_skips}),
+            task,
+            folder=tmp_path / "a",
+            quiet=True,
+        ) as run,
+    ):
+        for _ in run.steps():
+            pass
+    assert raised.value.hint
+    assert end_of(tmp_path / "a").step == ends_at
+    assert manifest.steps(tmp_path / "a") == []
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

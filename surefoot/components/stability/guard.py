@@ -49,10 +49,15 @@ class Guard:
     Args:
         table: The table [stability] of a spec.
         min_scale: Loss scale below which the run ends.
+        total_steps: Length of the run; None if it is not known. A run ends with an error if none of
+            its steps was applied, even if they are fewer than `max_skips`.
     """
 
-    def __init__(self, table: StabilityTable, *, min_scale: float = 0.0) -> None:
+    def __init__(
+        self, table: StabilityTable, *, min_scale: float = 0.0, total_steps: int | None = None
+    ) -> None:
         self._table, self._min_scale = table, min_scale
+        self._most_first = min(table.max_skips, total_steps or table.max_skips)
         self._unread: list[StepReport] = []
         self._applied_before = False
         self._skips_in_row = 0
@@ -118,12 +123,13 @@ class Guard:
         self._skips_in_row += 1
         detail = _describe_fault(report, loss)
         reason = None
-        if not self._applied_before:
-            reason = "before any update was applied"
-        elif self._table.nonfinite == "stop":
+        most = self._table.max_skips if self._applied_before else self._most_first
+        if self._table.nonfinite == "stop":
             reason = 'and stability.nonfinite is "stop"'
-        elif self._skips_in_row >= self._table.max_skips:
-            reason = f"{self._skips_in_row} steps in a row"
+        elif self._skips_in_row >= most:
+            times = self._skips_in_row
+            reason = f"{times} step{'s' * (times > 1)} in a row"
+            reason += "" if self._applied_before else ", before any update was applied"
         if reason is None:
             return GuardFault(
                 report.step, "nonfinite", "the step was skipped, no weight changed", detail
