@@ -14,6 +14,7 @@ import math
 import os
 import random
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def followed(folder: Path, task: Spoiled, layout: dict[str, Any]) -> dict[str, A
     return {"decided": decided, "digest": "", "error": error}
 
 
-def trial(seed: int, folder: Path) -> None:
+def trial(seed: int, folder: Path, *, is_first: bool = False) -> None:
+    """One rank has no number in a step: the first one, or any after it."""
     draws = random.Random(seed)
     kind, layout = (*COMPUTED, *HELD)[seed % 5], LAYOUTS[seed // 5 % 4]
     num_ranks = 2 if layout else draws.choice((2, 3))
@@ -117,6 +119,7 @@ def trial(seed: int, folder: Path) -> None:
     # between two saves: rank 0's own would see it before all ranks do, and end with that
     if kind == "state":
         at = (at - 2) // 3 * 3 + 2
+    at = 1 if is_first else at
     told = (
         f"seed {seed}: {kind} on rank {guilty} of {num_ranks} in step {at}, {layout}, "
         f"held side by side every {check}"
@@ -151,11 +154,11 @@ def trial(seed: int, folder: Path) -> None:
         ), (told, step)
 
 
-def trials(seeds: range, folder: Path) -> int:
+def trials(seeds: Iterable[int], folder: Path, *, is_first: bool = False) -> int:
     """In a process that has loaded what each rank of stages 2 and 3 would load for two seconds."""
     importlib.import_module("torch._dynamo")
     for seed in seeds:
-        trial(seed, folder / str(seed))
+        trial(seed, folder / str(seed), is_first=is_first)
         shutil.rmtree(folder / str(seed))
     return 0
 
@@ -169,4 +172,10 @@ def test_what_is_no_number_on_one_rank_is_answered_by_all_alike_and_never_commit
     seeds: range, tmp_path: Path
 ) -> None:
     pid = forked(lambda: trials(seeds, tmp_path))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_what_is_no_number_in_the_first_step_is_skipped_by_all(tmp_path: Path) -> None:
+    seeds = (0, 12)  # data on ranks that hold copies, and a gradient under stage 2
+    pid = forked(lambda: trials(seeds, tmp_path, is_first=True))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
