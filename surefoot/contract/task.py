@@ -448,13 +448,15 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def task_files() -> list[str]:
-    """Return the paths of the task files that this process has imported.
+def task_files(pickled: bytes) -> list[str]:
+    """Return the paths of the imported task files whose classes or functions `pickled` names.
 
-    Another process must import them before it can unpickle objects of classes defined in them.
+    Another process must import them before it can unpickle the object.
     """
     return [
-        str(module.__file__) for name, module in sys.modules.items() if name.startswith(OF_A_FILE)
+        str(module.__file__)
+        for name, module in list(sys.modules.items())
+        if name.startswith(OF_A_FILE) and name.encode() in pickled
     ]
 
 

@@ -452,6 +452,10 @@ def test_what_a_task_file_defines_goes_to_a_worker_that_is_spawned(
         "class Task:\n    source = Mine()\n"
     )
     source = import_file(tmp_path / "elsewhere.py").Task.source
+    # another file of this process, which cannot be imported again, is not the worker's
+    monkeypatch.setitem(sys.modules, "surefoot_task_other", sys)
+    (tmp_path / "other.py").write_text("import sys\nassert 'pytest' in sys.modules\n")
+    import_file(tmp_path / "other.py")
     reading = loader(source, LoaderSettings(workers=1, kind="process", start="spawn"))
     assert len(reading.take(1).window.ids) == 16
     reading.close()

@@ -18,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,6 +161,10 @@ def _forget() -> None:
     warnings.filterwarnings("ignore", "'surefoot.* found in sys.modules", RuntimeWarning)
     logging.root.handlers.clear()
     tempfile.tempdir = None
+    # processes that multiprocessing has started for this one are not the program's
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+    for each in (resource_tracker._resource_tracker, forkserver._forkserver):
+        each.__init__()  # type: ignore[misc]
     # where spawned processes look for a script that has a relative path
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()  # type: ignore[attr-defined]
     torch.set_num_threads(1)  # the threads of a pool are not there after a fork

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,7 @@ with run:
     child.join()
 """
     write(tmp_path, text)
+    resource_tracker.ensure_running()  # of this process: it is not the program's
     ended = python(tmp_path, "s.py")
     assert 'if __name__ == "__main__":' in ended.stderr
     assert len(list(tmp_path.glob("r-*"))) == 1

@@ -72,7 +72,7 @@ class Supervised:
         num_ranks: int,
         folder: Path,
         *,
-        stall_s: float = 1.0,
+        stall_s: float = 60.0,  # a busy machine is no stall
         run: Path | None = None,
         max_restarts: int = 0,
         numbers: Sequence[int] = (),
@@ -102,7 +102,7 @@ class Supervised:
         )
         return {rank: pid for _, rank, pid in rows}
 
-    def wait(self, within_s: float = 60.0) -> int:
+    def wait(self, within_s: float = 240.0) -> int:
         """Its exit code; AssertionError where it does not end."""
         until_s = time.monotonic() + within_s
         while time.monotonic() < until_s:

@@ -36,6 +36,7 @@ STEPS, EVERY = 40, 4
 PIECES = 4  # pieces of each batch, summed in one order: bitwise identical on 1, 2 and 4 ranks
 SIZES = (1, 2, 4)
 STALL_S, NAMED_S, GONE_S = 1.0, 6.0, 10.0
+PATIENT_S = 60.0  # hang timeout of a run with a different fault: a busy machine is no stall
 LATER_S = 0.1  # longest wait after a checkpoint
 RESTARTS = 3
 RANK = "surefoot:"  # prefix of the process name of a rank, before its number
@@ -49,6 +50,7 @@ def run_on(
     fault: Mapping[str, Any] = NO_FAULT,
     *,
     restarts: int = RESTARTS,
+    stall_s: float = PATIENT_S,
     is_exact: bool = True,
 ) -> ProbedRun:
     """Return a run on `ranks` ranks; `fault` contains arguments of its task.
@@ -66,7 +68,7 @@ def run_on(
         tables={
             "data": {"last_batch": "drop"},
             "train": {"microbatch": BATCH // PIECES, "threads": 1},
-            "layout": {"hang_timeout": STALL_S, **({"virtual_ranks": PIECES} if is_exact else {})},
+            "layout": {"hang_timeout": stall_s, **({"virtual_ranks": PIECES} if is_exact else {})},
             "stability": {"max_skips": STEPS},
             "evaluate": {"every": "9 epochs"},
         },
@@ -207,7 +209,7 @@ def stop_a_rank(workshop: Workshop, seed: int, folder: Path) -> TrialResult:
     """
     draws = random.Random(seed)
     ranks, (step,) = draws.choice(SIZES[1:]), _draw_steps(draws, 1)
-    attempt = run_on(folder, ranks)
+    attempt = run_on(folder, ranks, stall_s=STALL_S)
     golden, child = workshop.golden(attempt), workshop.train(attempt)
     there = find_ranks(child, ranks) if wait_for_step(child, attempt, step, draws) else {}
     victim = draws.choice(sorted(there)) if there else 0

@@ -336,14 +336,15 @@ class Processes:
 class _PickledReader:
     """Wrapper that pickles a reader for a spawned process.
 
-    Before the reader is unpickled, the process imports the task files, which it has not imported.
+    Before the reader is unpickled, the process imports the task files that define parts of it.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_sent, (task_files(), bytes(reduction.ForkingPickler.dumps(self._reader)))
+        content = bytes(reduction.ForkingPickler.dumps(self._reader))
+        return _open_sent, (task_files(content), content)
 
 
 def _open_sent(files: list[str], content: bytes) -> Any:
