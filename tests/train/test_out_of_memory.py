@@ -32,7 +32,8 @@ from tests.train.small import Small, end_of, faults_of, records, spec
 from tests.train.test_resume import bits, train
 from tests.world.launched import forked
 
-HEADROOM_MIB = 385
+# a process that was forked from one with much memory may give back some hundred MiB in between
+HEADROOM_MIB = 1400
 
 
 def tables(memory: dict[str, Any] | None = None, **task: Any) -> dict[str, Any]:
@@ -70,7 +71,7 @@ def run_short(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(
     greedy: str, tmp_path: Path
 ) -> None:
-    task = {greedy: 30}  # a batch of 16 takes 480 MiB
+    task = {greedy: 128}  # a batch of 16 takes 2 GiB
     told = run_short(tables({"on_oom": "halve"}, **task), tmp_path / "short")
     assert told["exit_code"] == 0, told
     faults = faults_of(tmp_path / "short")
@@ -78,10 +79,10 @@ def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(
     where = greedy.removesuffix("_mib")
     assert (
         f"step 1: out of memory in the {where} pass with microbatch 16: "
-        "the allocation asked for 480 MiB" in faults[0].detail
+        "the allocation asked for 2 GiB" in faults[0].detail
     )
     assert re.search(
-        rf"the peak was [^;]+; at .*short\.py:\d+, in {where}: torch\.ones\(", faults[0].detail
+        rf"the peak was [^;]+; at .*short\.py:\d+, in {where}: torch\.empty\(", faults[0].detail
     )
     assert faults[0].action == "this step is repeated with microbatch 8, and later steps keep it"
     began = tables(**task)
@@ -98,13 +99,13 @@ def test_a_step_done_again_in_halves_is_that_of_a_run_that_began_with_them(
 
 
 def test_what_has_no_half_left_ends_with_an_account_of_the_memory(tmp_path: Path) -> None:
-    given = tables({"on_oom": "halve"}, backward_mib=400)
+    given = tables({"on_oom": "halve"}, backward_mib=4096)
     given["train"] |= {"batch": 4, "length": "2 steps"}
     told = run_short(given, tmp_path / "run")
     assert told["exit_code"] == 7
     assert (
         "step 1: out of memory in the backward pass with microbatch 1: "
-        "the allocation asked for 400 MiB" in told["message"]
+        "the allocation asked for 4 GiB" in told["message"]
     )
     assert "'halve', but the microbatch is one sample already" in told["message"]
     actions = [event.action for event in faults_of(tmp_path / "run")]
@@ -133,13 +134,13 @@ def test_without_a_change_that_helps_the_hint_follows_from_the_largest_part(
 
 @pytest.mark.slow
 def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path) -> None:
-    told = run_short(tables(backward_mib=30), tmp_path / "run")
+    told = run_short(tables(backward_mib=128), tmp_path / "run")
     assert told["exit_code"] == 7
     largest = "blocks.0 6 MiB, blocks.2 6 MiB, blocks.1 4 MiB, blocks.3 4 MiB, norm 2 MiB"
     assert f"the blocks with the largest activations: {largest}" in told["message"]
     assert re.search(
-        r"step is 49\d MiB; changes with their predicted peak, the cheapest first: "
-        r"train.microbatch = 8 \(24\d MiB\)",
+        r"step is 2\.\d+ GiB; changes with their predicted peak, the cheapest first: "
+        r"train.microbatch = 8 \(1\.\d+ GiB\)",
         told["hint"],
     )
     assert 'memory.on_oom = "halve"' in told["hint"]
@@ -147,7 +148,7 @@ def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path
     assert (row["step"], row["phase"], row["asked_bytes"], row["microbatch"]) == (
         1,
         "backward",
-        480 << 20,
+        2 << 30,
         16,
     )
     assert [change["change"] for change in row["changes"]] == ["train.microbatch = 8"]

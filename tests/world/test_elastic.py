@@ -24,6 +24,8 @@ from surefoot.components import checkpoint
 from surefoot.components.data import consumed
 from surefoot.contract import events, manifest
 from surefoot.control.launch import local
+from surefoot.control.launch.decide import Rules
+from surefoot.control.launch.elastic import Places
 from surefoot.core import flight, place
 from surefoot.core.errors import LostRank
 from surefoot.core.flight import Kind, RankSnapshot, Record
@@ -259,6 +261,19 @@ def test_a_signal_to_a_rank_alone_and_its_supervisor_is_one_signal(tmp_path: Pat
     ended = [each for each in events.read(run) if isinstance(each, events.Ended)]
     assert [(each.cause, each.step) for each in ended] == [("ended by SIGTERM", 3)]
     assert manifest.steps(run)[-1] == 3
+
+
+def test_a_run_that_has_finished_is_not_asked_to_restart_with_more_ranks(tmp_path: Path) -> None:
+    """Its first rank may still be printing the result."""
+    for name, grows in (("finished", False), ("left", True)):
+        given = spec(train={"length": "2 steps"})
+        with Run(given, Stacked(), folder=tmp_path / name, quiet=True) as run:
+            for _ in run.steps():
+                if grows:
+                    break
+        places = Places(Rules(places=2, numbers=(1, 2), max_restarts=3), tmp_path / name, print)
+        places.now = (0,)  # the other slot was left out, for fewer checkpoints than there are
+        assert places.can_grow() == grows, name
 
 
 # ---- at the command line

@@ -97,9 +97,14 @@ class Places:
         return len(self._rules.numbers) > 1
 
     def can_grow(self) -> bool:
-        """Return whether the run could restart with more ranks than now."""
-        return self._run is not None and can_grow(
-            self._rules, self._course, self.now, self._commits.count
+        """Return whether the run could restart with more ranks than now.
+
+        It cannot once it has finished: its first rank may still be printing the result.
+        """
+        return (
+            self._run is not None
+            and can_grow(self._rules, self._course, self.now, self._commits.count)
+            and not events.is_finished(self._run)
         )
 
     def watch_for_growth(self) -> contextlib.AbstractContextManager[None]:
