@@ -49,8 +49,8 @@ class Guard:
     Args:
         table: The table [stability] of a spec.
         min_scale: Loss scale below which the run ends.
-        total_steps: Length of the run; None if it is not known. A run ends with an error if none of
-            its steps was applied, even if they are fewer than `max_skips`.
+        total_steps: Length of the run; None if it is not known. A run whose steps are all skipped
+            as non-finite ends with an error, even if they are fewer than `max_skips`.
     """
 
     def __init__(
