@@ -119,7 +119,7 @@ def test_a_task_whose_losses_are_all_nan_is_not_verified(tmp_path: Path, surefoo
         "verify", use, "--steps", "4", "--kills", "1", "--quiet", "--set", "stability.max_skips=100"
     )
     assert answer.code == 2, answer.err
-    assert "the loss is nan" in answer.err
+    assert "no step of 4 has a finite loss" in answer.err
     assert "verdict" not in answer.out
 
 

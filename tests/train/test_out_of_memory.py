@@ -139,8 +139,8 @@ def test_the_error_names_the_blocks_and_what_would_bring_how_much(tmp_path: Path
     largest = "blocks.0 6 MiB, blocks.2 6 MiB, blocks.1 4 MiB, blocks.3 4 MiB, norm 2 MiB"
     assert f"the blocks with the largest activations: {largest}" in told["message"]
     assert re.search(
-        r"step is 2\.\d+ GiB; changes with their predicted peak, the cheapest first: "
-        r"train.microbatch = 8 \(1\.\d+ GiB\)",
+        r"step is 2\.0\d GiB; changes with their predicted peak, the cheapest first: "
+        r"train.microbatch = 8 \(1\.0\d GiB\)",
         told["hint"],
     )
     assert 'memory.on_oom = "halve"' in told["hint"]
