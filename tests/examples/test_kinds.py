@@ -6,6 +6,7 @@ Also against its microbatches, two ranks, and a resumed run.
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import runpy
 import signal
@@ -189,6 +190,23 @@ def test_a_kind_trains_and_scores_on_two_ranks_as_on_one(name: str, tmp_path: Pa
     expected = train(name, tmp_path / "one", evaluates=True)
     for found in on_two_ranks(name, tmp_path, evaluates=True):
         assert_close(found, expected)
+
+
+@pytest.mark.slow
+def test_an_average_is_the_same_where_ranks_share_the_statistics_of_batchnorm(
+    tmp_path: Path,
+) -> None:
+    expected = train("swa", tmp_path / "one", evaluates=True)
+    for found in on_two_ranks("swa", tmp_path, evaluates=True, batchnorm="sync"):
+        assert_close(found, expected)
+
+
+def test_an_average_is_the_same_in_microbatches_without_batchnorm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.nn, "BatchNorm1d", functools.partial(torch.nn.GroupNorm, 8))
+    whole, parts = (train("swa", tmp_path / str(size), microbatch=size) for size in (64, 16))
+    assert_close(parts, whole)
 
 
 @pytest.mark.slow
