@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -81,6 +82,39 @@ def test_settings_caches_and_the_folder_of_the_data_are_no_content() -> None:
         rng=np.random.default_rng(),
     )
     assert digest_of_content(one) == digest_of_content(other)
+
+
+class Settings(dict[str, Any]):
+    """A dict of a library for settings."""
+
+
+SETTINGS: dict[str, Callable[[bool], Any]] = {
+    "arguments": lambda again: vars(argparse.Namespace(lr=0.1, resume=again, out=f"runs/{again}")),
+    "none": lambda again: {"seed": 1, "checkpoint": "runs/1/last.pt" if again else None},
+    "nested": lambda again: {"data": {"root": "x", "size": 8}, "train": {"resume": again}},
+    "list": lambda again: {"betas": [0.9, 0.99], "lr": 0.1, "resume": again},
+    "subclass": lambda again: Settings(name="x", started=2.0 if again else 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_a_dict_of_settings_is_no_content(kind: str) -> None:
+    one, other = (Held([1.0], settings=SETTINGS[kind](again)) for again in (False, True))
+    assert digest_of_content(one) == digest_of_content(other)
+    rows = (Held([SETTINGS[kind](again)] * 9) for again in (False, True))
+    assert digest_of_content(next(rows)) != digest_of_content(next(rows))
+
+
+def test_what_stands_beside_settings_is_content() -> None:
+    one, other = (Held([1.0], settings={"lr": 0.1, "name": "a", "rows": [x]}) for x in (1, 2))
+    assert digest_of_content(one) != digest_of_content(other)
+
+
+@pytest.mark.parametrize("found", [{"cat": 0, "dog": 1}, {"cat": "a", "dog": "b"}, {1: 2, 3: "a"}])
+def test_a_dict_of_classes_is_content(found: dict[Any, Any]) -> None:
+    turned = dict(zip(found, reversed(found.values()), strict=True))
+    one, other = (Held([1.0], classes=each) for each in (found, turned))
+    assert digest_of_content(one) != digest_of_content(other)
 
 
 def test_a_large_list_takes_no_longer_than_a_batch() -> None:

@@ -41,6 +41,8 @@ VALUE_BYTES = 8  # bytes that a single value counts as
 MIN_PARTS = 64  # minimum items hashed of a container of containers
 TEXT_CHARACTERS = 64  # characters hashed of a text in the data
 CONTAINERS = (dict, list, tuple, deque)
+SINGLE = (bool, int, float, complex, str, bytes, PurePath, type(None))
+MAX_SETTINGS = 1000  # entries of a dict of settings; a larger one is content
 CONTENT = (
     "the content of the data differs from that of the previous attempt (4 KiB at even "
     "strides are compared)"
@@ -306,9 +308,10 @@ def digest_of_content(data: Any) -> str:
     """Return a digest, as hex, of about 4 KiB at even strides of the data in a dataset's memory.
 
     The digest covers tensors, arrays, and the values in lists, tuples and dicts, in attributes of
-    the dataset and of the datasets inside it. It does not cover settings (single values),
-    attributes with `cache` in their name, and the folders of paths: these may differ between two
-    attempts with the same data.
+    the dataset and of the datasets inside it. It does not cover settings (single values, also
+    in a dict that holds several types of them, as a script's arguments do), attributes with `cache`
+    in their name, and the folders of paths: these may differ between two attempts with the same
+    data.
     """
     taken = hashlib.blake2b(digest_size=DIGEST_BYTES)
     _add_value(
@@ -372,7 +375,7 @@ def _add_value(taken: Any, value: Any, share: int, depth: int) -> None:
             }
             for name, each in held.items():
                 taken.update(name.encode())
-                _add_value(taken, each, share, depth + 1)
+                _add_value(taken, _without_settings(each), share, depth + 1)
     taken.update(b"\0")
 
 
@@ -397,6 +400,22 @@ def _is_content(name: str, value: Any) -> bool:
         isinstance(value, (Tensor, np.ndarray, Dataset, *CONTAINERS))
         and "cache" not in name.lower()
     )
+
+
+def _without_settings(value: Any) -> Any:
+    """Return a dict without its single values if these are settings; other values unchanged."""
+    if (
+        not isinstance(value, dict)
+        or len(value) > MAX_SETTINGS
+        or not all(isinstance(key, str) for key in value)
+    ):
+        return value
+    single = {key: type(each) for key, each in value.items() if isinstance(each, SINGLE)}
+    types = set(single.values())
+    left_out = single if len(types) > 1 or types & {bool, type(None)} else ()
+    kept = {key: _without_settings(each) for key, each in value.items() if key not in left_out}
+    is_same = len(kept) == len(value) and all(kept[key] is value[key] for key in kept)
+    return value if is_same else kept
 
 
 def _without_folder(text: Any) -> Any:
