@@ -320,9 +320,9 @@ def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a
     assert "call torch.manual_seed(0) before the data are created" in printed
 
 
-@pytest.mark.quick("()-Numbered", "(4,)-Placed", "(1, 2, 8)-shuffled", "(1, 2, 8)-Numbered")
+@pytest.mark.quick("()-Numbered", "(5,)-Placed", "(1, 2, 8)-shuffled", "(1, 2, 8)-Numbered")
 @pytest.mark.parametrize("data", [Placed, Numbered, shuffled], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("ways", [(), (4,), (1, 2, 8)], ids=str)
+@pytest.mark.parametrize("ways", [(), (4,), (5,), (1, 2, 8)], ids=str)
 def test_a_loop_that_counts_its_batches_resumes_at_the_count(
     ways: tuple[int, ...], data: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -356,4 +356,5 @@ def test_a_loop_that_counts_its_batches_resumes_at_the_count(
     made = train(tmp_path / "cut", None)
     assert all(torch.equal(one, other) for one, other in zip(whole, made, strict=True))
     said = "enumerate(run.batches(), run.first_batch)" in capsys.readouterr().err
-    assert said == bool(ways)  # the last step before each stop was within an epoch
+    # the last step before each stop was within an epoch, except that of 4, which ended one
+    assert said == (ways not in [(), (4,)])

@@ -127,7 +127,10 @@ class AttachedLoop:
         return self._record.first_batch
 
     def save(self) -> None:
-        """Save a checkpoint now; call this after a finished step."""
+        """Save a checkpoint now; call this after a finished step.
+
+        After an epoch that was left by `break`, a restarted loop starts with the next epoch.
+        """
         self._record.save()
 
     def batches(self, *, ahead: int | None = None) -> Iterator[Any]:
@@ -150,7 +153,11 @@ class AttachedLoop:
             finally:
                 got_ns = record.clock.switch(OTHER)
             record.on_batch(batch, (got_ns - asked_ns) / 1e9)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:
+                record.leave_pass()
+                raise
         record.end_pass()
 
     def step_done(self, loss: Tensor | float, *, num_samples: int | None = None) -> None:
@@ -174,8 +181,12 @@ class AttachedLoop:
         return self._record.clock.within(events.PHASES.index(name))
 
     def close(self) -> None:
-        """Save a checkpoint and record that the loop has finished; a second call does nothing."""
-        self._record.save()
+        """Save a checkpoint and record that the loop has finished; a second call does nothing.
+
+        An epoch that was left by `break` has ended, as for `save`.
+        """
+        if self._record.has_stepped:  # the loop may have changed something since
+            self._record.save()
         self._record.end("finished", f"the loop ended after step {self.step}")
 
     def __enter__(self) -> Self:
@@ -190,7 +201,8 @@ class AttachedLoop:
         if not self._record.owner.is_here:
             return  # only the process that called attach ends it
         if error is None:
-            self._record.save()
+            if self._record.has_stepped:
+                self._record.commit()
             self._record.end()
         else:
             self._record.end_by(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,9 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components import checkpoint
+from surefoot.contract import events
+from surefoot.contract.run_folder.attached import SPEC_ID
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, TaskError
+from surefoot.train import environment
 from surefoot.train.record.noticed.moved_outside import find_beside
+from surefoot.train.resume.program import Program
 
 OWN = ("loop", "data")
 PLAIN = (bool, int, float, str, tuple, list, type(None))
@@ -179,6 +184,11 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     return "replayed", "a resumed loop reads the epoch again up to its position"
 
 
+def describe_guarantee(data: Iterable[Any]) -> str:
+    guarantee, why = find_guarantee(data)
+    return f"attached to a training loop of the script; the data are {guarantee}: {why}"
+
+
 def can_save_position(data: Any) -> bool:
     """Return whether `data` can save its position.
 
@@ -204,3 +214,37 @@ def find_script() -> str | None:
     """Return the running script as `file.py:`, the start of a task's name; None in a notebook."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return f"{file}:" if file is not None and file.endswith(".py") else None
+
+
+def make_started_record(
+    model: nn.Module,
+    data: Iterable[Any],
+    program: Program,
+    *,
+    generation: int,
+    step: int,
+    notes: Sequence[str],
+) -> events.Started:
+    """Return the first record of an attempt at a loop, which continues after `step`."""
+    guarantee, _ = find_guarantee(data)
+    kind, length = type(data).__name__, length_of(data)
+    told = f"{length:,} batches of " if length is not None else "batches of "
+    device = next((each.device for each in model.parameters()), torch.device("cpu"))
+    return events.Started(
+        generation=generation,
+        spec_id=SPEC_ID,
+        spec={},
+        task=type(model).__name__.lower(),
+        seed=torch.initial_seed(),
+        data={
+            "describe": told + kind,
+            "digest": hashlib.sha256(f"{kind} {length}".encode()).hexdigest(),
+            "guarantee": guarantee,
+        },
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        total_steps=None,
+        steps_per_epoch=length,
+        first_step=step + 1,
+        notes=tuple(notes),
+        **environment.circumstances(str(device), program),
+    )

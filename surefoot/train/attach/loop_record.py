@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from surefoot.components.data.sources.watched import ObservedLoader
 from surefoot.components.observe.console import Console
 from surefoot.components.observe.journal import Journal, NoJournal
 from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
-from surefoot.components.observe.meter import Meter
+from surefoot.components.observe.meter import Meter, Summary
 from surefoot.components.profiler.phases.clock import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
@@ -33,11 +32,13 @@ from surefoot.train import environment, folder
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import (
     as_loss,
+    can_save_position,
     describe_changes,
-    find_guarantee,
+    describe_guarantee,
     find_script,
     given_settings,
     length_of,
+    make_started_record,
 )
 from surefoot.train.attach.loop_keeper import LoopKeeper
 from surefoot.train.attach.loop_ranks import RankedLedger, begin_journal, describe, prepare_save
@@ -68,6 +69,8 @@ class LoopRecord:
         self._optimizers, self._every = optimizers, max(1, every)
         self._data, self._group = data, group
         self._length = length_of(data)
+        lengths = set(group.exchange(str(self._length)))
+        self._is_even = len(lengths) == 1  # all ranks read as many batches
         self._console = Console(total_steps=None, unit="samples", quiet=True)
         self._meter = Meter()
         self.owner, self._old_error = OwningProcess(), getattr(sys, "last_value", None)
@@ -78,7 +81,9 @@ class LoopRecord:
         self._watched = ObservedLoader(data)
         self._pending = PendingBatches()
         self._lent = in_place.InPlaceWriteCheck(data)
-        self._is_inside = self._is_over = False
+        self._is_inside = self._is_over = self._was_left = False
+        # whether the last save is of the end of an epoch, before the code that follows its batches
+        self._is_before_end = self.has_stepped = False
         self.step = self.num_samples = self.first_pass = self._saved_step = self._num_untimed = 0
         self._device = next(
             (parameter.device for parameter in model.parameters()), torch.device("cpu")
@@ -114,7 +119,14 @@ class LoopRecord:
             self._journal = begin_journal(
                 group,
                 self._root,
-                lambda: self._make_started_record(model, name, program, data, notes),
+                lambda: make_started_record(
+                    model,
+                    data,
+                    program,
+                    generation=self.generation,
+                    step=self.step,
+                    notes=(*notes, describe_guarantee(data), *describe(group)),
+                ),
             )
         for note in notes if group.is_first else ():
             self._console.warn(note)
@@ -155,46 +167,12 @@ class LoopRecord:
             *notes,
         )
 
-    def _make_started_record(
-        self,
-        model: nn.Module,
-        name: str,
-        program: Program,
-        data: Iterable[Any],
-        notes: tuple[str, ...],
-    ) -> events.Started:
-        guarantee, why = find_guarantee(data)
-        told = f"{self._length:,} batches of " if self._length is not None else "batches of "
-        kind = type(data).__name__
-        return events.Started(
-            generation=self.generation,
-            spec_id=SPEC_ID,
-            spec={},
-            task=name,
-            seed=torch.initial_seed(),
-            data={
-                "describe": told + kind,
-                "digest": hashlib.sha256(f"{kind} {self._length}".encode()).hexdigest(),
-                "guarantee": guarantee,
-            },
-            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-            total_steps=None,
-            steps_per_epoch=self._length,
-            first_step=self.step + 1,
-            notes=(
-                *notes,
-                f"attached to a training loop of the script; the data are {guarantee}: {why}",
-                *describe(self._group),
-            ),
-            **environment.circumstances(str(self._device), program),
-        )
-
     # ---- while the loop runs
 
     def begin_pass(self, ahead: int | None) -> Iterator[Any]:
         self._end_epoch(is_over=self._pending.is_ending)
         self._pending.begin_epoch(ahead)
-        self._is_inside, self.first_batch = True, 0
+        self._is_inside, self._was_left, self.first_batch = True, False, 0
         self._unheld.begin()
         # time between two epochs does not count for the throughput
         self._meter.restart_clock()
@@ -214,14 +192,35 @@ class LoopRecord:
         if self._lent.was_data_changed():
             what = in_place.describe("the loop")
             self._report(GuardFault(self.step, "changed-data", in_place.HINT, what))
-        is_between = self._pending.is_between_steps(self._keeper.pass_number)
-        if self.step > self._saved_step and is_between and self._keeper.is_due(self.step):
-            self.save()
+        if self._is_save_due():
+            self.commit()
         self._keeper.before_read(self._pending.ahead)
 
+    def _is_save_due(self) -> bool:
+        """Return whether a regular save is due between two steps.
+
+        It waits after the last batch of an epoch until the next epoch: a loop that resumed there
+        would run the code that follows its batches without a batch.
+        """
+        if not self._pending.is_between_steps(self._keeper.pass_number):
+            return False
+        num_trained = self._keeper.position - self._pending.num_in_hand
+        if self._is_even and self._length is not None and num_trained >= self._length:
+            return False
+        return self._is_before_end or (
+            self.step > self._saved_step and self._keeper.is_due(self.step)
+        )
+
     def save(self) -> None:
+        """Save a checkpoint as the user asks; an epoch that was left by `break` has ended."""
+        if self._was_left and not can_save_position(self._data):
+            self._pending.leave_epoch()
+            self._keeper.end_pass()
+        self.commit()
+
+    def commit(self) -> None:
         """Save a checkpoint; a storage error cancels this save and never stops the loop."""
-        if self._is_unrecorded() or self.step == self._saved_step:
+        if self._is_unrecorded():
             return
         self._close_window()
         counters = {
@@ -246,7 +245,7 @@ class LoopRecord:
                     f"the disk was full: the checkpoint of {deleted} was deleted "
                     "earlier than its retention says; the loop continues"
                 )
-        self._saved_step = self.step
+        self._saved_step, self._is_before_end = self.step, False
         for line in (*self._keeper.take_unsaved(), *self._unheld.find_since_attach()):
             self._console.warn(line)
         committed = events.Committed(
@@ -275,7 +274,12 @@ class LoopRecord:
         num_samples = self._watched.num_drawn or size_of(batch) or 0
         self._pending.add(ReadBatch(*read, num_samples))
 
+    def leave_pass(self) -> None:
+        """Record that the loop has left an epoch, as by `break`."""
+        self._was_left = True
+
     def end_pass(self) -> None:
+        self._is_before_end = self._is_even and self._saved_step == self.step > 0
         self._is_inside = False
         self._pending.end_epoch()
         self._end_epoch(is_over=self._pending.is_last_step_done)
@@ -308,6 +312,7 @@ class LoopRecord:
         count = read if num_samples is None else num_samples
         weight = count or 1  # without batches(), each step has weight 1 in the mean
         self.step += 1
+        self.has_stepped = True
         self.clock.end_step(self.step)
         self._ledger.add_step(self.step, self._keeper.pass_number, [each[:3] for each in taken])
         self._end_epoch(is_over=self._pending.is_last_step_done)
@@ -332,12 +337,11 @@ class LoopRecord:
 
     def _close_window(self) -> None:
         with self.clock.within(LOGGING):
-            self._write_steps()
+            summary = None if self._is_unrecorded() else self._meter.take()
+            if summary is not None:
+                self._write_steps(summary)
 
-    def _write_steps(self) -> None:
-        summary = None if self._is_unrecorded() else self._meter.take()
-        if summary is None:
-            return
+    def _write_steps(self, summary: Summary) -> None:
         for line in self._unheld.find_new() if self._group.is_first else ():
             self._console.warn(line)
         timing = self.clock.take()
@@ -448,7 +452,7 @@ class LoopRecord:
 
     def _make_ended_record(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
         self.clock.take()
-        elapsed_s, peak_bytes = time.perf_counter() - self.started_s, peak_resident_bytes()
+        peak_bytes = peak_resident_bytes()
         num_timed = self.num_samples - self._num_untimed
         samples_per_s = num_timed / self._training_s if self._training_s > 0 else None
         summary = {
@@ -463,7 +467,7 @@ class LoopRecord:
             "best_step": None,
             "loss": self._loss,
             "num_samples": self.num_samples,
-            "elapsed_s": elapsed_s,
+            "elapsed_s": time.perf_counter() - self.started_s,
             "training_s": self._training_s,
             "samples_per_s": samples_per_s,
             "peak_bytes": peak_bytes,
@@ -472,18 +476,14 @@ class LoopRecord:
             "outcome": outcome,
             **timing_rows(self.clock.total()),
         }
+        same = ("step", "outcome", "cause", "elapsed_s", "num_samples", "samples_per_s")
         return events.Ended(
             generation=self.generation,
             time_s=time.time(),
-            step=self.step,
-            outcome=outcome,
-            cause=cause,
             exit_code=exit_code,
-            elapsed_s=elapsed_s,
-            num_samples=self.num_samples,
-            samples_per_s=samples_per_s,
             peak_bytes=peak_bytes,
             summary=summary,
+            **{key: summary[key] for key in same},
         )
 
     def _release_lock(self) -> None:

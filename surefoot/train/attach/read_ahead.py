@@ -49,12 +49,16 @@ class PendingBatches:
                 f"run.batches(ahead={ahead!r}) is not a number of batches",
                 hint="give the number of batches that the loop reads ahead, such as ahead=1",
             )
-        if self.ahead and not self._has_ended:
-            # the loop left the epoch: it does not train on what it had read ahead
-            del self._batches[-self.ahead :]
+        self.leave_epoch()
         self._excess = self.find_excess()
         self.ahead, self._is_declared = ahead or 0, ahead is not None
         self._has_ended, self._counts, self._is_steady = False, [], True
+
+    def leave_epoch(self) -> None:
+        """Remove what the loop had read ahead when it left the epoch."""
+        if self.ahead and not self._has_ended:
+            del self._batches[-self.ahead :]
+            self.ahead = 0
 
     def end_epoch(self) -> None:
         self._has_ended = True
