@@ -78,8 +78,8 @@ Entry = TypeVar("Entry", bound=LedgerEntry)
 class LedgerFault(NamedTuple):
     """Fault in a ledger: a row, or a missing row, that deviates from what was planned.
 
-    `kind` is `lost`, `twice`, `out of order`, `other samples`, `other data`, `read ahead` or
-    `damaged`. `told` describes the fault.
+    `kind` is `lost`, `left` (by a loop, before the end of an epoch), `twice`, `out of order`,
+    `other samples`, `other data`, `read ahead` or `damaged`. `told` describes the fault.
     """
 
     kind: str

@@ -369,32 +369,26 @@ def _places(kept: list[Batch]) -> Iterator[LedgerFault]:
 def _samples(kept: list[Batch], promise: LoopGuarantee) -> Iterator[LedgerFault]:
     """Yield a fault for each sample that an epoch has twice, and for each epoch that lacks samples.
 
-    Samples can be missing only in a complete epoch: one after which the next epoch started.
+    Samples can be missing only in a complete epoch: one after which the next epoch started. If
+    whole batches at its end are missing, the loop has left it, as by `break`.
     """
     if not promise.once:
         return
-    passes: dict[int, Counter[int]] = {}
-    last: dict[int, int] = {}
+    passes: dict[int, list[Batch]] = {}
     for batch in kept:
-        passes.setdefault(batch.number_of_pass, Counter()).update(batch.ids)
-        last[batch.number_of_pass] = batch.step
-    for number, counts in passes.items():
+        passes.setdefault(batch.number_of_pass, []).append(batch)
+    for number, batches in passes.items():
+        counts = Counter(sample for batch in batches for sample in batch.ids)
+        last = batches[-1].step
         for sample, count in counts.items():
             if count > 1:
-                yield LedgerFault(
-                    "twice",
-                    last[number],
-                    f"epoch {number + 1:,} consumed sample {sample:,} {count} times",
-                )
+                told = f"epoch {number + 1:,} consumed sample {sample:,} {count} times"
+                yield LedgerFault("twice", last, told)
         is_whole = number + 1 in passes
-        if (
-            promise.all
-            and is_whole
-            and promise.samples is not None
-            and len(counts) < promise.samples
-        ):
-            yield LedgerFault(
-                "lost",
-                last[number],
-                f"epoch {number + 1:,} left out {promise.samples - len(counts):,} samples",
-            )
+        if promise.all and is_whole and promise.samples is not None:
+            num_missing = promise.samples - len(counts)
+            sizes = {len(batch.ids) for batch in batches}
+            was_left = len(sizes) == 1 and num_missing >= max(sizes)  # whole batches are missing
+            if num_missing > 0:
+                told = f"epoch {number + 1:,} left out {num_missing:,} samples"
+                yield LedgerFault("left" if was_left else "lost", last, told)

@@ -284,7 +284,13 @@ def test_the_run_of_an_attached_loop_is_whole_and_its_lost_commit_is_named(
     assert not_whole(surefoot("check", tmp_path / "loop", "--json")) == {10: "lost"}
 
 
-def attach_a_loop(folder: Path) -> None:
+def test_epochs_that_a_loop_has_left_are_no_damage(tmp_path: Path, surefoot: Command) -> None:
+    attach_a_loop(tmp_path / "loop", limit=2)
+    assert surefoot("ledger", tmp_path / "loop").code == 1
+    assert surefoot("check", tmp_path / "loop").code == 0
+
+
+def attach_a_loop(folder: Path, limit: int | None = None) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -293,12 +299,14 @@ def attach_a_loop(folder: Path) -> None:
         model=model, optimizer=optimizer, data=loader, folder=folder, save="2 steps"
     ) as run:
         for _ in range(2):
-            for (x,) in run.batches():
+            for number, (x,) in enumerate(run.batches(), 1):
                 loss = model(x).square().mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 run.step_done(loss)
+                if number == limit:
+                    break
 
 
 @pytest.mark.parametrize(

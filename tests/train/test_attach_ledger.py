@@ -181,6 +181,7 @@ PLANTED: dict[str, tuple[str, Callable[[list[Batch]], Any]]] = {
         "lost",
         lambda rows: rows.__setitem__(4, rows[4]._replace(ids=rows[4].ids[:-1])),
     ),
+    "an epoch that was left": ("left", lambda rows: rows.__setitem__(slice(3, 5), [])),
     "a batch that is gone": ("lost", lambda rows: rows.pop(2)),
     "a batch twice": ("twice", lambda rows: rows.insert(2, rows[2])),
     "a step that is gone": (

@@ -216,7 +216,8 @@ def _judge_ledger(
     """Return a summary of the ledger, its last step, its attempts, and its problems."""
     if loop_ledger.is_loop_run(run):
         loop = loop_ledger.check(run)
-        told = [f"{each.kind}: {each.told}" for each in loop.faults]
+        # an epoch that the loop has left is recorded as it was
+        told = [f"{each.kind}: {each.told}" for each in loop.faults if each.kind != "left"]
         return (
             f"{_steps(0, loop.last)}, {loop.num_batches:,} batches",
             loop.last,
