@@ -119,7 +119,7 @@ def read_entry(name: str, value: Any) -> Any:
     place.
     """
     if isinstance(value, Tensor | np.ndarray):
-        return value
+        return checkpoint.as_plain(name, value)
     if checkpoint.is_generator(value):
         return checkpoint.generator_state(value)
     if checkpoint.has_state(value):

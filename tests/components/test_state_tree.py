@@ -43,6 +43,54 @@ class Rows(list[int]):
     pass
 
 
+class Word(str):
+    __slots__ = ()
+
+
+class Meters(float):
+    pass
+
+
+class Block(bytes):
+    pass
+
+
+class Marked(torch.Tensor):
+    """A tensor with its own class, such as those of image transformations."""
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose operators are its own, such as that of a quantization."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Noted(NamedTuple("Noted", [("x", int)])):  # noqa: SLOT002 - so that it has attributes
+    pass
+
+
+def noted() -> Noted:
+    made = Noted(1)
+    made.note = "a"  # type: ignore[attr-defined]
+    return made
+
+
+def of_a_function() -> Any:
+    return namedtuple("Here", ["x"])(1)  # noqa: PYI024
+
+
+def learned() -> torch.Tensor:
+    return torch.zeros(1, requires_grad=True)
+
+
+def marked_with(note: str) -> Marked:
+    made = torch.ones(2).as_subclass(Marked)
+    made.note = note  # type: ignore[attr-defined]
+    return made
+
+
 def nested(levels: int) -> list[Any]:
     """Two integers in a list, in `levels` lists."""
     return [nested(levels - 1)] if levels else [1, 2]
@@ -59,7 +107,13 @@ KEPT: dict[str, Any] = {
     "a NamedTuple with a tensor": [Place(3, torch.arange(4.0))],
     "a size": torch.Size([2, 3]),
     "bytes and a bytearray": (b"ab", bytearray(b"cd")),
-    "a number of NumPy": np.float64(1.5),
+    "numbers of NumPy": [np.float64(1.5), np.float64("nan") != 1, np.int8(3), np.bool_(True)],
+    "a text of NumPy": [np.str_("a"), {np.str_("b"): 1, "c": 2}],
+    "the version of torch": {"torch": torch.__version__},
+    "a parameter": nn.Parameter(torch.arange(3.0)),
+    "a frozen parameter": [nn.Parameter(torch.ones(2), requires_grad=False)],
+    "a learned tensor": {"log_alpha": learned()},
+    "a class of Tensor": torch.arange(3.0).as_subclass(Marked),
     "integers": [[0], (1, 2**63, -(2**70)), [], ()],
     "integers among others": [[1, True], (0, 2.0), [1, None]],
     "integers in 99 lists": nested(98),
@@ -71,9 +125,9 @@ def same(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one, other) and one.requires_grad == other.requires_grad
     if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+        return same(list(one), list(other)) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple | deque):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
@@ -95,6 +149,17 @@ REFUSED: dict[str, Any] = {
     "an IntEnum": Level.LOW,
     "a class of dict": Named(a=1),
     "a class of list": Rows([1]),
+    "a class of str": Word("a"),
+    "a class of str as a key": {Word("a"): 1},
+    "a class of float": Meters(1.5),
+    "a class of bytes": Block(b"a"),
+    "a masked array": np.ma.MaskedArray([1.0, 2.0], [False, True]),
+    "a matrix": np.eye(2).view(np.matrix),
+    "a record array": np.rec.fromarrays([[1, 2]], names="x"),
+    "a namedtuple of a function": of_a_function(),
+    "a namedtuple with an attribute": noted(),
+    "a tensor with an attribute": marked_with("a"),
+    "a tensor that wraps another": torch.ones(2).as_subclass(Wrapper),
     "a defaultdict of a function": defaultdict(lambda: 3),
     "a mapping": types.MappingProxyType({"a": 1}),
     "a UserDict": UserDict(a=1),
@@ -127,13 +192,54 @@ def test_lists_of_integers_that_no_checkpoint_can_hold_are_refused(value: Any, s
         checkpoint.split({"it": value})
 
 
-def test_a_namedtuple_whose_class_is_gone_has_its_fields_and_no_other_class_is_made_of_it() -> None:
+@pytest.mark.parametrize(
+    "known", ["no.such.module:Dot", "builtins:tuple", f"{__name__}:Place", "os:system"]
+)
+def test_a_namedtuple_whose_class_is_not_loaded_is_not_replaced_by_another(known: str) -> None:
     skeleton, tensors = checkpoint.split(Point(1, 2))
-    for known in ("no.such.module:Point", "builtins:tuple", f"{__name__}:Place", "os:system"):
-        back = checkpoint.join({**skeleton, "type": known}, tensors)
-        assert (back.x, back.y, isinstance(back, tuple)) == (1, 2, True)
+    with pytest.raises(RunFolderError, match="is not loaded") as caught:
+        checkpoint.join({**skeleton, "type": known}, tensors)
+    assert "import the module" in (caught.value.hint or "")
     with pytest.raises(RunFolderError):
         checkpoint.join({**skeleton, "fields": ["x"]}, tensors)
+
+
+def test_a_class_is_found_in_a_script_that_has_another_module_name_now() -> None:
+    skeleton, tensors = checkpoint.split([Place(3, learned()), torch.ones(1).as_subclass(Marked)])
+    text = json.dumps(skeleton).replace(__name__, "__main__")
+    assert text != json.dumps(skeleton)
+    row, marked = checkpoint.join(json.loads(text), tensors)
+    assert (type(row), type(marked)) == (Place, Marked)
+
+
+def test_a_namedtuple_that_an_earlier_version_stored_of_a_function_still_loads() -> None:
+    skeleton, tensors = checkpoint.split(Point(1, 2))
+    back = checkpoint.join({**skeleton, "type": f"{__name__}:make.<locals>.Point"}, tensors)
+    assert (back.x, back.y, type(back).__name__) == (1, 2, "Point")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        np.ones((2, 2)).view(np.matrix),
+        nn.Parameter(torch.ones(3)),
+        torch.ones(3).as_subclass(Marked),
+        np.ones(3).view(type("Local", (np.ndarray,), {})),
+    ],
+    ids=["a matrix", "a parameter", "a class of Tensor", "a class of ndarray"],
+)
+def test_what_is_restored_in_place_may_have_any_class(given: Any, tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"it": given})
+    with torch.no_grad():
+        given[...] = 7
+    checkpoint.load(tmp_path, {"it": given})
+    assert (given == 1).all()
+
+
+def test_a_masked_array_is_refused_when_it_is_given() -> None:
+    masked = np.ma.MaskedArray([1.0, 2.0], [False, True])
+    with pytest.raises(TaskError, match="it is a MaskedArray, whose mask"):
+        checkpoint.check_state({"it": masked})
 
 
 def test_the_state_of_a_loop_comes_back_with_its_types(tmp_path: Path) -> None:

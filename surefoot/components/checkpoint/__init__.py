@@ -22,6 +22,7 @@ from surefoot.components.checkpoint.modules import (
     put_back_extra,
 )
 from surefoot.components.checkpoint.own import (
+    as_plain,
     check_state,
     content_of,
     has_state,
@@ -62,6 +63,7 @@ __all__ = [
     "Stamp",
     "Store",
     "as_buffer",
+    "as_plain",
     "check_buffers",
     "check_state",
     "check_storable",

@@ -157,7 +157,8 @@ def _gather(
         if has_state(value) or is_generator(value)
     }
     values = {
-        name: _read_object(value) if name in kinds else value for name, value in objects.items()
+        name: _read_object(value) if name in kinds else as_plain(name, value)
+        for name, value in objects.items()
     }
     layouts = find_layouts(modules.values())
     values = to_local_shards(values, layouts)
@@ -251,6 +252,21 @@ def is_restorable(value: Any) -> bool:
     If so, every reference to the object sees the restored state.
     """
     return has_state(value) or is_generator(value) or isinstance(value, Tensor | np.ndarray)
+
+
+def as_plain(name: str, value: Any) -> Any:
+    """Return a tensor or array that is restored in place as a plain one; any other value unchanged.
+
+    Raises TaskError for an array with a mask, which would not be restored.
+    """
+    if isinstance(value, np.ma.MaskedArray):
+        raise TaskError(
+            f"{name} is a MaskedArray, whose mask is not restored in place",
+            hint="give its data and its mask as arrays of their own",
+        )
+    if isinstance(value, np.ndarray):
+        return np.asarray(value)
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _read_object(value: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Values that JSON supports are stored unchanged. Any other value becomes a JSON object with the key
 "$": a tensor, an array, a non-finite number, bytes, a tuple, a dict whose keys are not plain
-strings, a dtype, or a container of `collections`. A value that would be restored as a different
-type is refused.
+strings, a dtype, a text of NumPy, the version of torch, or a container of `collections`. A value
+that would be restored as a different type is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import enum
 import math
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from surefoot.core.errors import RunFolderError, TaskError
 
@@ -36,6 +37,7 @@ CONTAINERS = {
     deque: "deque",
     torch.Size: "size",
 }
+PLAIN = (dict, list, tuple, str, int, float, bytes, bytearray)  # types whose classes are refused
 FACTORIES: dict[str, Any] = {
     "int": int,
     "float": float,
@@ -45,6 +47,12 @@ FACTORIES: dict[str, Any] = {
     "str": str,
     "None": None,
 }
+TEXTS: dict[str, type[str]] = {"numpy text": np.str_, "version": TorchVersion}
+TENSOR_HINT = "keep a plain tensor: value.as_subclass(torch.Tensor)"
+NAMED_HINT = (
+    "define the class at the top level of its module, under its own name, or give a plain value: "
+    "tuple(value)"
+)
 DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -70,7 +78,7 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
             f"{place} is {value!r}, a member of an Enum, which a checkpoint cannot store",
             hint="give its .value",
         )
-    if value is None or isinstance(value, bool | str):
+    if value is None or type(value) in (bool, str):
         return value
     if type(value) is int:
         if value.bit_length() > MAX_INT_BITS:
@@ -82,19 +90,24 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
                 hint="store it as bytes: number.to_bytes(...)",
             )
         return value
-    if isinstance(value, float) and not isinstance(value, np.generic):
-        return float(value) if math.isfinite(value) else {MARK: "float", "value": str(float(value))}
+    if type(value) is float:
+        return value if math.isfinite(value) else {MARK: "float", "value": str(value)}
     if isinstance(value, Tensor):
-        return {MARK: "tensor", "name": _add_tensor(value.detach(), place, tensors)}
-    if isinstance(value, np.ndarray | np.generic):
+        return _split_tensor(value, place, tensors)
+    if type(value) in TEXTS.values():
+        return {
+            MARK: next(name for name, kind in TEXTS.items() if kind is type(value)),
+            "text": str(value),
+        }
+    if type(value) is np.ndarray or isinstance(value, np.generic):
         return {
             MARK: "array",
             "name": _add_tensor(_as_tensor(value, place), place, tensors),
             "scalar": isinstance(value, np.generic),
         }
-    if isinstance(value, bytes | bytearray):
+    if type(value) in (bytes, bytearray):
         return {
-            MARK: "bytes" if isinstance(value, bytes) else "bytearray",
+            MARK: type(value).__name__,
             "name": _add_tensor(
                 torch.frombuffer(bytearray(value) or bytearray(1), dtype=torch.uint8)[: len(value)],
                 place,
@@ -111,13 +124,42 @@ def _split(value: Any, place: str, tensors: dict[str, Tensor], depth: int = 0) -
         return {MARK: "tuple", "items": _split_items(value, place, tensors, depth + 1)}
     if type(value) is dict:
         return _split_mapping(value, place, tensors, depth + 1)
-    kind = next((kind.__name__ for kind in (dict, list, tuple) if isinstance(value, kind)), None)
-    plain = (
-        f"give a plain value: {kind}(value)"
-        if kind
-        else "keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them"
+    raise _refuse(value, place)
+
+
+def _refuse(value: Any, place: str, hint: str = "") -> TaskError:
+    if isinstance(value, np.ma.MaskedArray):
+        hint = "give its data and its mask: value.data, numpy.ma.getmaskarray(value)"
+    elif isinstance(value, np.ndarray):
+        hint = "give a plain array: numpy.array(value, subok=False)"
+    kind = next((kind.__name__ for kind in PLAIN if isinstance(value, kind)), None)
+    if kind:
+        hint = hint or f"give a plain value: {kind}(value)"
+    return TaskError(
+        f"{place} is {name_kind(value)}, which a checkpoint cannot store",
+        hint=hint
+        or "keep state in tensors, arrays, numbers, text, and lists, tuples and dicts of them",
     )
-    raise TaskError(f"{place} is {name_kind(value)}, which a checkpoint cannot store", hint=plain)
+
+
+def _split_tensor(value: Tensor, place: str, tensors: dict[str, Tensor]) -> Any:
+    """Convert a tensor, a parameter, or a tensor of a class that a later process can find."""
+    kind, made = type(value), {MARK: "tensor"}
+    if kind is not Tensor:
+        made["type"] = known = f"{kind.__module__}:{kind.__qualname__}"
+        is_parameter = kind is nn.Parameter
+        if not is_parameter and (vars(value) or _find_loaded(known, _is_tensor_class) is not kind):
+            raise _refuse(value, place, TENSOR_HINT)
+    if value.is_leaf and value.requires_grad:
+        made["requires_grad"] = True
+    return {**made, "name": _add_tensor(value.detach(), place, tensors)}
+
+
+def _join_tensor(value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    tensor = tensors[value["name"]]
+    if "type" in value:
+        tensor = tensor.as_subclass(_find_class(value["type"], _is_tensor_class))
+    return tensor.requires_grad_() if value.get("requires_grad") else tensor
 
 
 def _split_items(
@@ -168,13 +210,11 @@ def _split_container(value: Any, place: str, tensors: dict[str, Tensor], depth: 
         return {MARK: "deque", "items": items, "maxlen": value.maxlen}
     if isinstance(value, torch.Size):
         return {MARK: "size", "items": items}
-    kind = type(value)
-    return {
-        MARK: "namedtuple",
-        "items": items,
-        "fields": list(value._fields),
-        "type": f"{kind.__module__}:{kind.__qualname__}",
-    }
+    kind, fields = type(value), tuple(value._fields)
+    known = f"{kind.__module__}:{kind.__qualname__}"
+    if _find_loaded(known, _has_fields(fields)) is not kind or getattr(value, "__dict__", None):
+        raise _refuse(value, place, NAMED_HINT)
+    return {MARK: "namedtuple", "items": items, "fields": list(fields), "type": known}
 
 
 def _join_container(kind: str, value: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Any:
@@ -192,27 +232,62 @@ def _join_container(kind: str, value: Mapping[str, Any], tensors: Mapping[str, T
 
 
 def _named_type(known: str, fields: tuple[str, ...]) -> Any:
-    """Return the namedtuple class `known` ("module:name"), if it is loaded and has these fields.
+    """Return the namedtuple class `known` ("module:name") with these fields.
 
-    Otherwise, a new namedtuple class with this name and these fields is returned.
+    A class that was defined in a function, of which an earlier version stored the name, is replaced
+    by a new class with this name and these fields. Raises RunFolderError if no module defines it.
     """
+    if "<locals>" in known:
+        # the fields are those in a file
+        return namedtuple(known.rpartition(".")[2], fields)  # noqa: PYI024
+    return _find_class(known, _has_fields(fields))
+
+
+def _has_fields(fields: tuple[str, ...]) -> Callable[[type], bool]:
+    return lambda kind: issubclass(kind, tuple) and getattr(kind, "_fields", None) == fields
+
+
+def _is_tensor_class(kind: type) -> bool:
+    """Return whether `as_subclass` makes tensors of this class, which only wrap no other tensor."""
+    return issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def _find_class(known: str, fits: Callable[[type], bool]) -> Any:
+    """Return the loaded class `known` ("module:name") that `fits`.
+
+    A script has another module name if surefoot imports it: without the class in the named module,
+    the only class of this name in the other modules is returned. No module is imported. Raises
+    RunFolderError if there is none.
+    """
+    found = _find_loaded(known, fits)
+    if found is not None:
+        return found
+    _, _, name = known.partition(":")
+    others = [_find_loaded(f"{module}:{name}", fits) for module in list(sys.modules)]
+    unique = {id(each): each for each in others if each is not None and each.__qualname__ == name}
+    if len(unique) != 1:
+        raise RunFolderError(
+            f"the saved state has a value of the class {name!r} of the module "
+            f"{known.partition(':')[0]!r}, which is not loaded",
+            hint="import the module that defines the class before the run resumes",
+        )
+    return next(iter(unique.values()))
+
+
+def _find_loaded(known: str, fits: Callable[[type], bool]) -> Any:
+    """Return the class `known` ("module:name") of a loaded module that `fits`, or None."""
     module, _, name = known.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    is_it = (
-        isinstance(found, type)
-        and issubclass(found, tuple)
-        and getattr(found, "_fields", None) == fields
-    )
-    # the fields are those in a file
-    return found if is_it else namedtuple(name.rpartition(".")[2], fields)  # noqa: PYI024
+        # without getattr, which imports parts of a module that loads them late
+        found = getattr(found, "__dict__", {}).get(part)
+    return found if isinstance(found, type) and fits(found) else None
 
 
 def _split_mapping(
     value: Mapping[Any, Any], place: str, tensors: dict[str, Tensor], depth: int
 ) -> Any:
-    if all(isinstance(key, str) and key != MARK for key in value):
+    if all(type(key) is str and key != MARK for key in value):
         return {key: _split(part, f"{place}/{key}", tensors, depth) for key, part in value.items()}
     pairs = [
         [_split(key, place, tensors, depth), _split(part, f"{place}/{key}", tensors, depth)]
@@ -247,7 +322,9 @@ def join(skeleton: Any, tensors: Mapping[str, Tensor], place: object = "the stat
     """
     try:
         return _join(skeleton, tensors)
-    except (*ODD, RunFolderError) as error:
+    except RunFolderError as error:
+        raise RunFolderError(f"{place}: {error.message}", hint=error.hint) from None
+    except ODD as error:
         raise _mismatch_error(place, error) from None
 
 
@@ -277,7 +354,7 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return {key: _join(part, tensors) for key, part in value.items()}
     kind = value[MARK]
     if kind == "tensor":
-        return tensors[value["name"]]
+        return _join_tensor(value, tensors)
     if kind == "array":
         array = tensors[value["name"]].numpy()
         return array[()] if value["scalar"] else array
@@ -286,6 +363,8 @@ def _join(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         return made if kind == "bytes" else bytearray(made)
     if kind == "float":
         return float(value["value"])
+    if kind in TEXTS:
+        return TEXTS[kind](value["text"])
     if kind == "dtype":
         return DTYPES[value["value"]]
     if kind == "tuple":
