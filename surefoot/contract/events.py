@@ -100,6 +100,7 @@ class Started(Event):
     precision: Mapping[str, Any] = field(default_factory=dict)
     modules: Mapping[str, str] = field(default_factory=dict)
     is_dirty: bool | None = None
+    late_modules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +187,7 @@ class Committed(Event):
     num_bytes: int
     elapsed_s: float
     waited_s: float = 0.0
+    late_modules: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

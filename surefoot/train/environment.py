@@ -23,7 +23,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core import place
 from surefoot.core.errors import SpecError
 from surefoot.core.hardware import find_machine
-from surefoot.train.resume.program import Program, find_commit
+from surefoot.train.resume.program import Program
 
 _DETERMINISM: Any = torch.utils.deterministic
 # malloc.h: blocks smaller than M_MMAP_THRESHOLD come from the heap, and as much as M_TRIM_THRESHOLD
@@ -236,7 +236,6 @@ def versions() -> Mapping[str, str]:
 def circumstances(device: str, program: Program) -> dict[str, Any]:
     """Return the fields of a Started record that describe the machine, the process and the code."""
     here = place.here()
-    commit, is_dirty = find_commit(program.project, asks_git=here.rank == 0)
     return {
         "time_s": time.time(),
         "versions": versions(),
@@ -248,10 +247,7 @@ def circumstances(device: str, program: Program) -> dict[str, Any]:
         "place": {"rank": here.rank, "world_size": here.world_size, "host": here.host},
         "variables": place.recorded_variables(),
         "command": tuple(sys.argv),
-        "code_digest": program.digest,
-        "modules": program.modules(),
-        "commit": commit,
-        "is_dirty": is_dirty,
+        **program.started_fields(),
     }
 
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from surefoot.components import checkpoint
 from surefoot.contract import commits, events, ledger, manifest, spec_file
-from surefoot.contract.events import Ended, Started
+from surefoot.contract.events import Committed, Ended, Started
 from surefoot.contract.run_folder import files, removals
 from surefoot.contract.runlock import FILE as LOCK_FILE
 from surefoot.contract.runlock import RunLock, describe_missing_lock, is_held
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import RunFolderError, StorageError, hint_unread, hint_unwritten
 from surefoot.train import environment
-from surefoot.train.resume.program import Program, tell_versions
+from surefoot.train.resume.program import Program, late_modules_after, tell_commit, tell_versions
 
 SPEC_FILE = spec_file.FILE
 DRAFT_FILE = files.draft_of(SPEC_FILE)
@@ -176,7 +176,7 @@ def _choose_folder(
         return _chosen_without_log(wanted, names, spec_id, is_fork=is_fork)
     if fresh:
         return Chosen(_next_free(wanted), False, (f"{wanted} stays unchanged",), is_numbered=True)
-    past, damaged = _read_log(wanted, checks_log=checks_log)
+    past, late, damaged = _read_log(wanted, checks_log=checks_log)
     started = [event for event in past if isinstance(event, Started)]
     if started and started[-1].spec_id != spec_id:
         from surefoot.train.resume import changes
@@ -196,7 +196,7 @@ def _choose_folder(
             (f"{wanted} is {done[0]} ({done[1]}); this run goes to {new}",),
             is_numbered=True,
         )
-    changed = ", ".join(program.changes(started[-1])) if started else ""
+    changed = ", ".join(program.changes(started[-1], late)) if started else ""
     if changed and not accept_code_change and done is None:
         raise RunFolderError(
             f"the code has changed since {wanted} was started: {changed}",
@@ -206,10 +206,13 @@ def _choose_folder(
         f"{wanted} {_describe_state(ended, is_done=done is not None)}",
         *((f"the code differs from that of the previous attempt: {changed}",) if changed else ()),
     )
-    notes += tuple(tell_versions(started[-1].versions, environment.versions())) if started else ()
     if not started:
         return Chosen(wanted, True, notes, damaged=tuple(damaged))
     newest, parent = started[-1], started[0].parent
+    notes += (
+        *tell_versions(newest.versions, environment.versions()),
+        *tell_commit(newest, program),
+    )
     return Chosen(
         wanted,
         True,
@@ -224,22 +227,29 @@ def _choose_folder(
     )
 
 
-def _read_log(run: Path, *, checks_log: bool) -> tuple[list[Started | Ended], list[str]]:
-    """Return the starts and ends in the log of a run, and messages on its damage."""
+def _read_log(
+    run: Path, *, checks_log: bool
+) -> tuple[list[Started | Ended], dict[str, str], list[str]]:
+    """Return the starts and ends in the log of a run, `late_modules`, and messages on its damage.
+
+    `late_modules` are the digests of the modules that its newest attempt imported after its start.
+    """
     from surefoot.contract.run_folder import log_end  # a new run does not need it
 
     damaged: list[str] = []
     steps, last = manifest.steps(run), 0
-    past: list[Started | Ended] = []
-    for event in events.read(run, *(() if checks_log else (Started, Ended)), damaged=damaged):
+    past, late = list[Started | Ended](), dict[str, str]()
+    kinds = () if checks_log else (Started, Committed, Ended)
+    for event in events.read(run, *kinds, damaged=damaged):
         last = max(last, log_end.last_step_of(event))
+        late = late_modules_after(late, event)
         if isinstance(event, Started | Ended):
             past.append(event)
     starts = [event for event in past if isinstance(event, Started)]
     if checks_log and not damaged:
         missing = log_end.find_unlogged_checkpoints(run, steps, starts, last)
         damaged += [f"{run / events.FILE}: {each}" for each in missing]
-    return past, damaged
+    return past, late, damaged
 
 
 def _chosen_without_log(

@@ -123,7 +123,7 @@ class Run:
             is_fork=self._start is not None,
         )
         self.assembly, self.spec = made.assembly, made.assembly.spec
-        self.model, self.task = made.assembly.model, made.task
+        self.model, self.task, self._program = made.assembly.model, made.task, made.program
         return made
 
     def _open(self, chosen: folder.Chosen, made: PreparedRun) -> None:
@@ -441,7 +441,7 @@ class Run:
         elif saved.error is not None:
             raise saved.error
         elif saved.manifest is not None:
-            self._telling.log_checkpoint(saved, saved.manifest.num_bytes)
+            self._telling.log_checkpoint(saved, saved.manifest.num_bytes, self._program)
 
     def __exit__(
         self,

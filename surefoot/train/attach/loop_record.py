@@ -92,7 +92,7 @@ class LoopRecord:
         self.started_s = time.perf_counter()
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
-        program = Program.of(find_script(), model)
+        self._program = program = Program.of(find_script(), model)
         self._given = given_settings(objects, data)
         choice = functools.partial(
             folder.choose,
@@ -256,6 +256,7 @@ class LoopRecord:
             folder=f"checkpoints/step-{self.step:012d}",
             elapsed_s=elapsed_s,
             waited_s=elapsed_s,
+            late_modules=self._program.take_late_modules(),
         )
         self._write(committed)
         if (slow := self._keeper.take_slow()) is not None and self._group.is_first:

@@ -23,6 +23,7 @@ from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
 from surefoot.train.folder import Chosen
 from surefoot.train.record.noticed.movement import Movement
+from surefoot.train.resume.program import Program
 
 if TYPE_CHECKING:
     from surefoot.train.record.compiling import Compiling
@@ -125,8 +126,8 @@ class Telling:
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
 
-    def log_checkpoint(self, saved: SaveResult, num_bytes: int) -> None:
-        """Record that a checkpoint of `num_bytes` bytes is on disk."""
+    def log_checkpoint(self, saved: SaveResult, num_bytes: int, program: Program) -> None:
+        """Record that a checkpoint of `num_bytes` bytes is on disk, and late imports."""
         self.write(
             events.Committed(
                 generation=self.generation,
@@ -136,6 +137,7 @@ class Telling:
                 folder=f"checkpoints/step-{saved.step:012d}",
                 elapsed_s=saved.elapsed_s,
                 waited_s=saved.waited_s,
+                late_modules=program.take_late_modules(),
             )
         )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit
 from surefoot.contract import commits, events, manifest, spec_file
-from surefoot.contract.events import Started
+from surefoot.contract.events import Committed, Started
 from surefoot.contract.manifest import Piece
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of, part_of
@@ -27,7 +27,7 @@ from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.folder import Chosen
 from surefoot.train.resume import same
-from surefoot.train.resume.program import Program, tell_versions
+from surefoot.train.resume.program import Program, late_modules_after, tell_commit, tell_versions
 from surefoot.train.resume.state import LiveState
 
 if TYPE_CHECKING:
@@ -175,20 +175,22 @@ def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
 
 def _note_other_changes(run: Path, assembly: Assembly) -> list[str]:
     """Return notes on changes outside of the spec: training data, code of the task, versions."""
-    starts = (
-        [event for event in events.read(run, Started) if isinstance(event, Started)]
-        if (run / events.FILE).is_file()
-        else []
-    )
-    if not starts:
+    before, late = None, dict[str, str]()
+    for event in events.read(run, Started, Committed) if (run / events.FILE).is_file() else ():
+        before, late = (
+            event if isinstance(event, Started) else before,
+            late_modules_after(late, event),
+        )
+    if before is None:
         return []
     notes = []
-    if starts[-1].data.get("digest") != assembly.feed.source.digest:
+    if before.data.get("digest") != assembly.feed.source.digest:
         notes.append(f"the training data differ from those of {run}")
     program = Program.of(assembly.task.importable, assembly.task.task)
-    if changed := program.changes(starts[-1]):
+    if changed := program.changes(before, late):
         notes.append(f"the code differs from that of {run}: {', '.join(changed)}")
-    notes += tell_versions(starts[-1].versions, environment.versions())
+    notes += tell_versions(before.versions, environment.versions())
+    notes += tell_commit(before, program)
     return notes
 
 
