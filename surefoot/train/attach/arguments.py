@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
 from surefoot.contract import events
@@ -22,6 +23,10 @@ from surefoot.train.record.noticed.moved_outside import find_beside
 from surefoot.train.resume.program import Program
 
 OWN = ("loop", "data")
+# values of a scheduler that follow from the learning rate, and counters
+OF_OPTIMIZER = ("base_lrs", "_last_lr", "last_epoch", "_step_count")
+OF_STATE = ".state_dict()"
+MAX_TEXT = 200  # characters of a setting
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
@@ -74,14 +79,15 @@ def as_loss(loss: Any) -> Tensor:
 
 
 def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
-    """Return the parameter group settings and the batch size that the script sets, as text.
+    """Return the settings of optimizers and of `state`, and the batch size, as text.
 
-    The keys are Python expressions, such as `optimizer.param_groups[0]['lr']`.
+    The keys are Python expressions, such as `optimizer.param_groups[0]['lr']` or
+    `scheduler.gamma`. Values of `state` that training changes, such as counters, are among them.
     """
     found = {
         f"{name}.param_groups[{number}][{key!r}]": value
         for name, each in objects.items()
-        if name.startswith("optimizer")
+        if hasattr(each, "param_groups")
         for number, group in enumerate(each.param_groups)
         for key, value in group.items()
         if key not in ("params", "initial_lr")
@@ -91,19 +97,59 @@ def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
         key: float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
         for key, value in found.items()
     }
-    return {key: repr(value) for key, value in plain.items() if isinstance(value, PLAIN)}
+    settings = {key: repr(value) for key, value in plain.items() if isinstance(value, PLAIN)}
+    for name, each in objects.items():
+        if checkpoint.has_state(each) and not isinstance(each, nn.Module | Optimizer):
+            settings |= dict(_state_settings(name, each, each.state_dict()))
+    return settings
 
 
-def describe_changes(before: Mapping[str, str], now: Mapping[str, str], folder: Path) -> list[str]:
+def _state_settings(name: str, owner: Any, state: Any) -> Iterator[tuple[str, str]]:
+    """Yield (expression, value as text) for the settings in the state dict of an object."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if not isinstance(key, str) or key in OF_OPTIMIZER:
+            continue
+        own = getattr(owner, key, None)
+        if isinstance(value, Mapping) and all(isinstance(part, str) for part in value):
+            yield from _state_settings(f"{name}.{key}", own, value)
+        elif isinstance(value, list | tuple) and any(isinstance(part, Mapping) for part in value):
+            owners = own if isinstance(own, list | tuple) and len(own) == len(value) else value
+            for number, (inner, part) in enumerate(zip(owners, value, strict=True)):
+                yield from _state_settings(f"{name}.{key}[{number}]", inner, part)
+        elif _is_setting(value) and len(text := repr(value)) <= MAX_TEXT:
+            is_attribute = type(own) is type(value) and own == value
+            yield f"{name}.{key}" if is_attribute else f"{name}{OF_STATE}[{key!r}]", text
+
+
+def _is_setting(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, list | tuple | Mapping):
+        return all(isinstance(part, bool | int | float | str | None) for part in parts)
+    return isinstance(value, bool | int | float | str | None)
+
+
+def describe_changes(
+    before: Mapping[str, str], now: Mapping[str, str], kept: Mapping[str, str], folder: Path
+) -> list[str]:
     """Return a note on each setting that the script has changed since the previous attempt.
 
-    It says how to use the new value, and how to leave the folder unchanged.
+    It says how to use the new value, and how to leave the folder unchanged. `kept` are the settings
+    after the checkpoint was loaded: a value of `state` that training has changed is no setting.
     """
     notes = []
     for key in [key for key in now if before.get(key, now[key]) != now[key]]:
+        is_of_group = ".param_groups[" in key or key == "data.batch_size"
+        if not is_of_group and kept.get(key) != before[key]:
+            continue
         told = f"the script sets {key} = {now[key]}, but the previous attempt had {before[key]}"
         if key == "data.batch_size":
             notes.append(f"{told}: the rest of the interrupted epoch has other batches")
+        elif OF_STATE in key:
+            name, _, part = key.partition(OF_STATE)
+            notes.append(
+                f"{told}: the saved value is kept; for the new value call {name}.load_state_dict("
+                f"{name}{OF_STATE} | {{{part[1:-1]}: {now[key]}}}) after attach"
+            )
         else:
             more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
             notes.append(

@@ -93,7 +93,8 @@ class LoopRecord:
         self.clock.start(LOGGING)
         name = type(model).__name__.lower()
         self._program = program = Program.of(find_script(), model)
-        self._given = given_settings(objects, data)
+        self._settings = functools.partial(given_settings, objects, data)
+        self._given = self._settings()
         choice = functools.partial(
             folder.choose,
             folder.RunFolderRequest(wanted),
@@ -153,7 +154,8 @@ class LoopRecord:
         self.num_samples, self._num_batches = int(loop["num_samples"]), int(loop["num_batches"])
         self.first_pass, self._num_passes = self._keeper.first_pass, int(loop["num_passes"])
         self.first_batch = self._keeper.first_batch
-        changed = describe_changes(loop.get("given", {}), self._given, self.folder)
+        before = loop.get("given", {})
+        changed = describe_changes(before, self._given, self._settings(), self.folder)
         self._training_s = float(loop.get("training_s", 0.0))
         # an older version did not save the time
         self._num_untimed = 0 if "training_s" in loop else self.num_samples
