@@ -79,12 +79,13 @@ def failing(loss):
 """.replace("> 40", "> 4")
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def python(folder: Path, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
         env=environment,
+        input=text,
         capture_output=True,
         text=True,
         check=False,
@@ -124,20 +125,50 @@ def test_a_script_goes_on_after_an_interrupted_run_as_it_likes(tmp_path: Path) -
     assert (tmp_path / "kept.txt").read_text() == "written"
 
 
-@pytest.mark.slow
-def test_a_module_that_python_runs_by_its_name_is_a_script_and_one_inside_another_program_is_none(
-    tmp_path: Path,
+RUN_PATH = "import runpy\nrunpy.run_path('s.py', run_name='__main__')"
+RUN_MODULE = "import runpy\nrunpy.run_module('pkg.s', run_name='__main__')"
+# words after `python`, the text on standard input, and the exit code; SCRIPT stands for the script
+STARTS = {
+    "standard input": (["-"], "SCRIPT", 143),
+    "-c": (["-c", "SCRIPT"], "", 143),
+    "a module": (["-m", "pkg.s"], "", 143),
+    "standard input, no argument": ([], "SCRIPT", 143),
+    "a package": (["-m", "pkg"], "", 143),
+    "a folder": (["pkg"], "", 143),
+    "runpy.run_path": (["-c", RUN_PATH], "", 143),
+    "runpy.run_module": (["-c", RUN_MODULE], "", 143),
+    "python -m runpy": (["-m", "runpy", "pkg.s"], "", 143),
+    "exec": (["-c", "exec(open('s.py').read())"], "", 143),
+    "runpy in a function": ([], f"def run():\n    exec({RUN_PATH!r})\nrun()", 143),
+    "a profiler": (["-m", "cProfile", "-o", "profile", "s.py"], "", 143),
+    "-c that exits": (["-c", f"{RUN_PATH}\nraise SystemExit(0)"], "", 0),
+    "an interactive session": (["-i"], "exec(open('s.py').read())\n", 0),
+    "a script before a session": (["-i", "s.py"], "", 0),
+    "-c before a session": (["-i", "-c", "SCRIPT"], "", 0),
+    "a console": (["-c", "import code\ncode.interact()"], f"{RUN_PATH}\n", 0),
+}
+
+
+@pytest.mark.quick("standard input", "-c")
+@pytest.mark.parametrize("start", STARTS)
+def test_a_script_has_the_exit_code_however_python_is_started_and_a_session_has_its_own(
+    start: str, tmp_path: Path
 ) -> None:
+    words, text, code = STARTS[start]
     (tmp_path / "pkg").mkdir()
     (tmp_path / "pkg" / "__init__.py").touch()
-    write_script(tmp_path, "train(send='SIGTERM')", "pkg/s.py")
-    assert python(tmp_path, "-m", "pkg.s").returncode == 143
-    shutil.rmtree(tmp_path / "r")
-    assert (
-        python(
-            tmp_path, "-c", "import runpy\nrunpy.run_path('pkg/s.py', run_name='__main__')"
-        ).returncode
-        == 0
+    for name in ("s.py", "pkg/s.py", "pkg/__main__.py"):
+        write_script(tmp_path, "train(send='SIGTERM')", name)
+    script = (tmp_path / "s.py").read_text()
+    ended = python(
+        tmp_path,
+        *(word.replace("SCRIPT", script) for word in words),
+        text=text.replace("SCRIPT", script),
+    )
+    assert ended.returncode == code, ended.stderr
+    assert (end_of(tmp_path / "r").outcome, end_of(tmp_path / "r").exit_code) == (
+        "interrupted",
+        143,
     )
 
 

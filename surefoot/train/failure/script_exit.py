@@ -73,21 +73,21 @@ class _Script:
 
 
 def _find_script() -> FrameType | None:
-    """Return the outermost frame of this thread if it is a script or a module run by `python -m`.
+    """Return the outermost frame of this thread if it is the program that Python was started with.
 
-    Otherwise returns None.
+    Such a program is a file, a module, the text of `-c` or standard input. Returns None in a
+    thread, an interactive session, a notebook and a program that embeds Python.
     """
-    main = sys.modules.get("__main__")
-    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    is_interactive = hasattr(sys, "ps1") or sys.flags.inspect
+    frames = [frame for frame, _ in traceback.walk_stack(sys._getframe())]
     while frames and frames[-1].f_globals.get("__name__") == RUNNER:
         frames.pop()
-    last = frames[-1] if frames else None
-    is_script = (
-        last is not None
-        and last.f_code.co_name == "<module>"
-        and last.f_globals is getattr(main, "__dict__", None)
-    )
-    return last if is_script and getattr(main, "__file__", None) else None
+    if is_interactive or not sys.orig_argv or not frames:
+        return None
+    last = frames[-1]
+    # not `sys.modules["__main__"]`, which runpy replaces while it runs a file
+    is_main = last.f_code.co_name == "<module>" and last.f_globals.get("__name__") == "__main__"
+    return last if is_main else None
 
 
 def _has_frame(error: BaseException, frame: FrameType) -> bool:
