@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 Result = TypeVar("Result")
@@ -120,6 +121,11 @@ class Flight:
         """Record that step `number` starts."""
         ROW.pack_into(self._map, 0, number, -1, self._count, 0, 0, 0)
 
+    def run(self, folder: Path, generation: int) -> None:
+        """Record the run folder that this rank writes, and the generation of this attempt."""
+        os.ftruncate(self.files[0], NUM_BYTES)  # cuts off the folder of an earlier run
+        os.pwrite(self.files[0], FIELD.pack(generation) + os.fsencode(folder), NUM_BYTES)
+
     def microbatch(self, number: int) -> None:
         """Record that the forward and backward pass of microbatch `number` starts."""
         FIELD.pack_into(self._map, MICROBATCH, number)
@@ -214,6 +220,17 @@ def open_nameless(name: str) -> int:
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def read_run(descriptor: int) -> tuple[Path, int] | None:
+    """Return the run folder that a rank writes, and the generation of the attempt.
+
+    None if the rank has not recorded them.
+    """
+    content = os.pread(descriptor, os.fstat(descriptor).st_size, NUM_BYTES)
+    if len(content) <= FIELD.size:
+        return None
+    return Path(os.fsdecode(content[FIELD.size :])), FIELD.unpack_from(content)[0]
 
 
 def read(descriptor: int) -> Record:

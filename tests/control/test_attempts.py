@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from surefoot.control.launch.decide import ExitKind, RankFailure
 from surefoot.control.launch.elastic import AttemptEnd
 from surefoot.control.launch.record import record_fault
 from surefoot.control.plan import advise_interval
+from surefoot.core import flight
 from tests.train.small import call
 
 STARTED: dict[str, Any] = {
@@ -265,6 +267,42 @@ def test_a_supervisor_records_a_hang_in_the_log_of_the_attempt_that_hung(tmp_pat
         ("hang", 1, 20, HUNG)
     ]
     assert said == []
+
+
+@pytest.mark.parametrize(
+    ("generation", "is_open", "num_faults"),
+    [(2, False, 1), (1, False, 0), (3, False, 0), (2, True, 0)],
+)
+def test_a_hang_is_recorded_only_for_the_newest_attempt_once_nobody_writes_the_run(
+    generation: int, is_open: bool, num_faults: int, tmp_path: Path
+) -> None:
+    with RunLock(tmp_path):
+        pass
+    lock = RunLock(tmp_path)
+    log = started(1, 100.0).as_line() + started(2, 200.0).as_line()
+    (tmp_path / events.FILE).write_text(log + '{"torn')
+    if not is_open:
+        lock.release()
+    end = AttemptEnd(8, RankFailure(ExitKind.HUNG, 1, 1, HUNG), step=20)
+    said: list[str] = []
+    record_fault(tmp_path, end, after=generation - 1, say=said.append, generation=generation)
+    lock.release()
+    assert [each.generation for each in events.read(tmp_path, events.Fault)] == [2] * num_faults
+    assert (tmp_path / events.FILE).read_text().startswith(log)
+    assert len(said) == is_open
+
+
+@pytest.mark.parametrize("name", ["run", "a b", "läufe/ü", "two\nlines", "x" * 3000])
+def test_a_rank_records_the_run_folder_that_it_writes(name: str) -> None:
+    descriptor = flight.make_file("test")
+    record = flight.Flight(descriptor)
+    assert flight.read_run(descriptor) is None
+    for folder, generation in ((Path("/longer than the second") / name, 12), (Path("/") / name, 3)):
+        record.run(folder, generation)
+        assert flight.read_run(descriptor) == (folder, generation)
+    record.step(7)
+    assert flight.read(descriptor).step == 7
+    os.close(descriptor)
 
 
 def test_a_supervisor_writes_through_no_link(tmp_path: Path) -> None:

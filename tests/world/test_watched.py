@@ -24,6 +24,7 @@ from surefoot.contract import events, manifest
 from surefoot.core import place
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.watched import watched
+from tests.train.small import faults_of
 from tests.world.launched import forked, is_alive, speak
 from tests.world.ranks import together as with_group
 from tests.world.test_hang import NAMED, PLANTED, Hangs
@@ -125,6 +126,20 @@ def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
     assert all(each in said for each in NAMED[kind]), said
     assert said.count("hint: all ranks were stopped") == 1, said  # one of them says it
     assert "Traceback" not in said
+    check_record(tmp_path / "run", "different-collectives" if kind == "branch" else "hang", said)
+
+
+def check_record(run: Path, kind: str, said: str) -> None:
+    """Check that the log has one record of a hang, with the words of the error."""
+    until_s = time.monotonic() + GENEROUS_S
+    while not (found := faults_of(run)) and time.monotonic() < until_s:
+        time.sleep(0.05)  # the process that watches writes it after the ranks have ended
+    (fault,) = found
+    assert fault.fault == kind
+    assert (fault.rank, fault.generation) == (0 if kind == "different-collectives" else 1, 1)
+    assert fault.step >= 1
+    assert "rank 1" in fault.detail
+    assert f"error: {fault.detail}\n" in said
 
 
 class Slow:
@@ -352,6 +367,7 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
     if not restarts:
         assert done.returncode == 1  # torchrun's own, whatever its ranks end with
         assert re.search(r"exitcode +: 8 ", said), said
+        check_record(tmp_path / "run", "different-collectives", said)
         return
     assert done.returncode == 0, said
     assert (
@@ -362,3 +378,4 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
     assert len(started) == 2
     assert started[1].first_step > 1
     assert events.is_finished(tmp_path / "run")
+    check_record(tmp_path / "run", "hang", said)

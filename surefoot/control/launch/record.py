@@ -1,7 +1,8 @@
 """Record of the end of an attempt in the run's event log, if its ranks could not write one.
 
 A rank that the kernel or the supervisor kills records no end. The supervisor then writes a `Fault`
-record, once all ranks have ended.
+record, once all ranks have ended. Where there is no supervisor, as under torchrun, the process that
+detects a hang (`cli/watch`) writes the record.
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ FAULTS = {
 WAIT_S, LOOK_S = 2.0, 0.02  # processes that a killed rank started may hold the lock a little longer
 
 
-def record_fault(run: Path, end: AttemptEnd, *, after: int, say: Callable[[str], None]) -> None:
+def record_fault(
+    run: Path,
+    end: AttemptEnd,
+    *,
+    after: int,
+    say: Callable[[str], None],
+    generation: int | None = None,
+) -> None:
     """Append a `Fault` record on the end of an attempt to the event log of a run.
 
     Nothing is written if a signal to the supervisor ended the attempt, if the attempt recorded the
@@ -43,17 +51,20 @@ def record_fault(run: Path, end: AttemptEnd, *, after: int, say: Callable[[str],
         end: end of the attempt.
         after: generation of the run before the attempt; each attempt increases it.
         say: prints a warning if the log cannot be written.
+        generation: generation of the attempt, if it is known; a record on an attempt that a later
+            one has followed is not written.
     """
     if end.is_asked or end.fault is None or end.fault.how not in FAULTS:
         return
     try:
         _wait_for_lock(run)
         with runlock.keep_out(run):
-            generation = runlock.read_generation(run)
-            if generation <= after or _has_recorded_end(run, generation):
+            newest = runlock.read_generation(run)
+            is_other = newest <= after or generation not in (None, newest)
+            if is_other or _has_recorded_end(run, newest):
                 return
             fault = events.Fault(
-                generation=generation,
+                generation=newest,
                 time_s=time.time(),
                 step=end.step,
                 fault=FAULTS[end.fault.how],

@@ -268,6 +268,8 @@ def acquire_run_folder(
                 "done": chosen.done,
             }
             group.from_first(json.dumps(row))
+            if group.flight is not None:
+                group.flight.run(chosen.folder.resolve(), lock.generation)
             yield chosen, lock
         return
     row = json.loads(group.from_first(""))
