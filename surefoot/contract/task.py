@@ -73,7 +73,8 @@ class Term:
 
     Args:
         name: Name of the term in reports and events.
-        total: Sum over the items, a scalar tensor with a gradient.
+        total: Sum over the items, a scalar tensor. In a batch in which the term does not depend on
+            the model, such as images without boxes, it may be a constant.
         count: Number of items, an int or a scalar tensor.
         weight: Multiplier of the term's mean.
         fixed: True for a term that does not depend on the batch, such as a penalty on weights:

@@ -18,21 +18,28 @@ _run: Any = getattr(_engine, "run_backward", None)
 
 def backward(
     totals: Sequence[Tensor], gradients: Sequence[Tensor], inputs: Sequence[Tensor] | None = None
-) -> None:
+) -> bool:
     """Accumulate the gradients of `totals` in the leaves, or only in `inputs`.
 
     `gradients` are the initial gradients of `totals`, with the same shapes, as in
-    `torch.autograd.backward`.
+    `torch.autograd.backward`. A total that is a constant adds nothing, as in the sum of all totals.
+    Returns False if all totals are constants, so that there is no backward pass.
     """
+    pairs = zip(totals, gradients, strict=True)
+    kept = [(total, gradient) for total, gradient in pairs if total.requires_grad]
+    if not kept:
+        return False
+    roots, seeds = zip(*kept, strict=True)
     if _run is None or inputs is not None:
-        torch.autograd.backward(list(totals), list(gradients), inputs=inputs)
-        return
+        torch.autograd.backward(roots, seeds, inputs=inputs)
+        return True
     _run(
-        tuple(totals),
-        tuple(gradients),
+        roots,
+        seeds,
         False,
         False,
         (),
         allow_unreachable=True,
         accumulate_grad=True,
     )
+    return True

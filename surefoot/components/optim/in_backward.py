@@ -54,7 +54,7 @@ class UpdateInBackward:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
 
-    def step(self, run_backward: Callable[[], None]) -> float:
+    def step(self, run_backward: Callable[[], object]) -> float:
         """Run the backward pass with its updates, and return the global norm of the gradients.
 
         Raises NumbersError for a non-finite gradient. Its parameter is unchanged, but other
@@ -78,7 +78,7 @@ class UpdateInBackward:
         guarded.applied_steps += 1
         return norm
 
-    def run(self, run_backward: Callable[[], None]) -> None:
+    def run(self, run_backward: Callable[[], object]) -> None:
         """Run the backward pass, and update each parameter with the `lr` of its group."""
         self._hook()
         self._places = self._guarded.places() or {}  # read again: a resume replaces the groups

@@ -230,9 +230,10 @@ class GuardedUpdate:
         return [base * multiplier for base in self._learning_rates.read()]
 
     def norm(self) -> Tensor:
-        """Return the global norm of the gradients; at least one parameter must have a gradient."""
+        """Return the global norm of the gradients; 0 without gradients."""
         self._follow_optimizers()
-        return self.join_norm(fused.norm_of(self._gradients()))
+        grads = self._gradients()
+        return self.join_norm(fused.norm_of(grads) if grads else torch.zeros_like(self._scale))
 
     def _gradients(self) -> list[Tensor]:
         """Return the values of all gradients, after coalescing those that are sparse.

@@ -176,7 +176,12 @@ def gradient_of(assembly: Assembly, ids: np.ndarray, draw: int = 0) -> Tensor:
         total = torch.stack(
             [term.total * factor for term, factor in zip(loss.terms, factors, strict=True)]
         ).sum()
-        parts = torch.autograd.grad(total, params, allow_unused=True)
+        # without items of any term that depends on the model, the loss is a constant
+        parts = (
+            torch.autograd.grad(total, params, allow_unused=True)
+            if total.requires_grad
+            else [None] * len(params)
+        )
     return torch.cat(
         [
             (torch.zeros_like(p) if part is None else part).flatten().float()

@@ -94,6 +94,7 @@ def check(assembly: Assembly) -> list[str]:
         for update, whole in zip(assembly.updates, wholes, strict=True):
             _check_kind(update.name, whole)
             _check_counts(assembly.task.counts, update.name, whole, batch)
+            notes += _note_constants(update.name, whole, len(ids))
             if splits:
                 joins = gathers[update.name] and _check_joined(assembly, update.name)
                 check_splittable(
@@ -267,23 +268,36 @@ def _check_kind(name: str, loss: Loss) -> None:
                 f"the total of term {term.name} must be a scalar tensor",
                 hint='sum it: cross_entropy(..., reduction="sum")',
             )
-        # without items, the total may be a constant
-        if not term.total.requires_grad and float(term.count):
-            raise TaskError(
-                f"the total of term {term.name} has no gradient",
-                hint="compute it from the model's output, without detach() or item()",
-            )
         if not isinstance(term.weight, int | float):
             raise TaskError(
                 f"the weight of term {term.name} is a {type(term.weight).__name__}, not a number",
                 hint="multiply a learned weight into the total",
             )
         check_count(term.name, term.count)
+    if samples.is_constant(loss):
+        raise TaskError(
+            f"the loss of update {name} has no gradient: the total of its term "
+            f"{loss.terms[0].name} is a constant",
+            hint="compute it from the model's output, without detach() or item()",
+        )
     if len({term.name for term in loss.terms}) != len(loss.terms):
         raise TaskError(
             f"the loss of update {name} has two terms with the same name",
             hint="name each Term differently",
         )
+
+
+def _note_constants(name: str, loss: Loss, num_samples: int) -> list[str]:
+    """Return a note for each term that counts items but does not depend on the model.
+
+    In some batches that is right, such as the boxes of images that show no object.
+    """
+    return [
+        f"the term {term.name} of update {name} has no gradient on the {num_samples} samples of "
+        "the check: there it does not train the model"
+        for term in loss.terms
+        if float(term.count) and not term.total.requires_grad
+    ]
 
 
 def _check_sums(

@@ -91,10 +91,11 @@ def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) 
         with trial_context(assembly):
             loss = update.loss(assembly.model, batch)
         total = torch.stack([term.total * term.weight for term in loss.terms]).sum()
-        for into, part in zip(
-            found, torch.autograd.grad(total, params, allow_unused=True), strict=True
-        ):
+        count += sum(float(term.count) for term in loss.terms)
+        if not total.requires_grad:  # a constant, such as that of images without boxes
+            continue
+        parts = torch.autograd.grad(total, params, allow_unused=True)
+        for into, part in zip(found, parts, strict=True):
             if part is not None:
                 into += part
-        count += sum(float(term.count) for term in loss.terms)
     return [each / count for each in found] if count else found

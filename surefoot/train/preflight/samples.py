@@ -30,16 +30,16 @@ def find(
     """Return the samples on which the loss is checked, and warnings.
 
     Normally these are the first `NUM_SAMPLES` samples. If the model fails on so few, a whole
-    microbatch is used. If the loss of an update counts none of their items, later samples are used.
-    Raises TaskError if a loss counts no item in all of the data.
+    microbatch is used. If the loss of an update counts none of their items, or is a constant for
+    them, later samples are used. Raises TaskError if a loss counts no item in all of the data.
     """
     feed = assembly.feed
     tried = _try_sizes(feed, attempt)
     empty = _find_empty(assembly, tried)
-    if not empty:
+    if not empty and not any(map(is_constant, tried.losses)):
         return tried, []
     if feed.source.guarantee != "proven":  # which can only be read in sequence
-        return tried, [_describe(empty, "the first batch")]
+        return tried, [_describe(empty, "the first batch")] if empty else []
     num_steps, num_tried = feed.steps_per_epoch or NUM_SOUGHT, 0
     for step in sorted(
         {int(step) for step in np.linspace(0, num_steps - 1, min(num_steps, NUM_SOUGHT))}
@@ -47,8 +47,10 @@ def find(
         for part in feed.microbatches(feed.window(step))[: None if num_steps <= NUM_SOUGHT else 1]:
             later = attempt(part)
             num_tried += len(part)
-            if not _find_empty(assembly, later):
+            if not _find_empty(assembly, later) and not any(map(is_constant, later.losses)):
                 return later, []
+    if not empty:  # the check of this loss names its constant
+        return tried, []
     if num_tried < feed.order.n - feed.dropped:
         return tried, [_describe(empty, f"{num_tried:,} samples spread over the data")]
     raise TaskError(
@@ -81,6 +83,12 @@ def _find_empty(assembly: Assembly, tried: SampleLosses) -> str:
         ),
         "",
     )
+
+
+def is_constant(loss: Loss) -> bool:
+    """Return whether a loss counts items, but none of its terms depends on the model."""
+    has_gradient = any(getattr(term.total, "requires_grad", True) for term in loss.terms)
+    return not has_gradient and any(float(term.count) for term in loss.terms)
 
 
 def _describe(name: str, where: str) -> str:

@@ -47,14 +47,22 @@ from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.runtime.comm.group import ALONE
-from surefoot.train.step.counts import Count, check_count, check_gathered, check_splittable
+from surefoot.train.step.counts import check_gathered, check_splittable
 from surefoot.train.step.factors import Counts, LossFactors
 from surefoot.train.step.hooks import GradientHooks
-from surefoot.train.step.update import LiveUpdate, Totals, add_terms, has_overflowed, run_backward
+from surefoot.train.step.update import (
+    LiveUpdate,
+    Totals,
+    add_noise,
+    add_terms,
+    can_apply,
+    check_has_gradient,
+    has_overflowed,
+    run_backward,
+)
 
 if TYPE_CHECKING:
     from surefoot.components.optim.average import WeightAverage
-    from surefoot.components.optim.in_backward import UpdateInBackward
     from surefoot.components.stability.noise import GradientNoise
     from surefoot.train.step.ranks import Ranks
     from surefoot.train.step.whole import WholeStep
@@ -301,7 +309,7 @@ class Stepper:
         if len(self._updates) > 1:  # a GAN's generator must not leave gradients in the critic
             inputs = [leaf_of(each) for each in guarded.parameters if each.requires_grad]
         mine: Totals = {}
-        num_idle = 0
+        num_idle = num_backward = 0
         if self.ranks is not None:
             num_idle = self.ranks.num_passes(len(batches), self._num_cut) - len(batches)
             self.ranks.open(index, self._first, self._num_cut)
@@ -326,11 +334,11 @@ class Stepper:
                 factors = [self._factors.of(term, counts, scale) for term in terms]
                 if update.in_backward is not None:
                     add_terms(totals, terms)
-                    return *self._update_in_backward(update.in_backward, terms, factors), False
+                    return *self._update_in_backward(update, terms, factors), False
                 switch(BACKWARD)
                 if self.ranks is not None and position == len(batches) - 1 and not num_idle:
                     self.ranks.arm(index)
-                run_backward(
+                num_backward += run_backward(
                     terms, factors, inputs, is_even=self.ranks is not None and self.ranks.is_even
                 )
                 add_terms(mine, terms)
@@ -349,6 +357,8 @@ class Stepper:
         factor = self._final_factor(guarded, mine, scale)
         if self.ranks is not None:
             self.ranks.finish(index, factor)
+        if batches and not num_backward:
+            check_has_gradient(update, mine)
         if self.before_update is not None:
             switch(CHECKPOINT)
             self.before_update()
@@ -361,7 +371,8 @@ class Stepper:
         if self.ranks is not None:
             self.ranks.replicas[index].keep(applied)
         if self.noise is not None:
-            self._update_noise_scale(self.noise, first, mine[terms[0].name][1], norm, factor)
+            whole = norm, mine[terms[0].name][1]
+            add_noise(self.noise, first, whole, factor, self._sizes)
         return norm, applied, self._scaler is not None and has_overflowed(norm, factor)
 
     def _begin_split_pass(
@@ -395,21 +406,6 @@ class Stepper:
         if self._scaler is not None:
             factor = factor / self._scaler.scale
         return factor
-
-    def _update_noise_scale(
-        self,
-        noise: GradientNoise,
-        first: tuple[float | Tensor, Count],
-        count: Count,
-        norm: float | Tensor,
-        factor: float | Tensor,
-    ) -> None:
-        """Add the gradient norms of the first microbatch and of the whole batch to `noise`."""
-        first_norm, first_count = first
-        # a microbatch in which no item counts has no mean
-        if isinstance(first_count, Tensor) or first_count:
-            share = first_count / count
-            noise.add((first_norm * factor / share) ** 2, norm**2, self._sizes[0], sum(self._sizes))
 
     def _run_placeholder_passes(
         self, ranks: Ranks, update: LiveUpdate, index: int, batches: list[Batch], count: int
@@ -451,21 +447,18 @@ class Stepper:
         return done[1:]
 
     def _update_in_backward(
-        self, update: UpdateInBackward, terms: tuple[Term, ...], factors: list[Tensor]
+        self, update: LiveUpdate, terms: tuple[Term, ...], factors: list[Tensor]
     ) -> tuple[float, bool]:
         """Check losses and counts, then run a backward pass that applies the update."""
-        for term in terms:
-            check_count(term.name, term.count)
-        if not any(float(term.count) for term in terms):
-            return math.nan, False
-        if not all(math.isfinite(term.total.item()) for term in terms):
+        assert update.in_backward is not None
+        if not can_apply(update, terms):
             return math.nan, False
         if self.before_update is not None:
             self.clock.switch(CHECKPOINT)
             self.before_update()
         self.clock.switch(BACKWARD)
         self.has_moved = True
-        norm = update.step(lambda: backward([term.total for term in terms], factors))
+        norm = update.in_backward.step(lambda: backward([term.total for term in terms], factors))
         self.clock.switch(OPTIMIZER)
         return norm, True
 

@@ -24,7 +24,7 @@ from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
-from surefoot.train.step.update import LiveUpdate
+from surefoot.train.step.update import LiveUpdate, can_apply
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
@@ -85,10 +85,14 @@ class WholeStep:
                 f"the loss must be a Loss; got a {done}",
                 hint="return Loss.sum(total, count) with a summed total",
             )
-        terms, norm, applied, grads = done
+        rows, norm, applied, grads = done
+        terms = tuple(Term(*each) for each in rows)
+        if grads is None:  # the loss is a constant
+            can_apply(self._update, terms)
+            grads = [None] * len(guarded.parameters)
         for parameter, grad in zip(guarded.parameters, grads, strict=True):
             parameter.grad = grad
-        return tuple(Term(*each) for each in terms), *guarded.end_traced(norm, applied)
+        return terms, *guarded.end_traced(norm, applied)
 
 
 def compile_step(
@@ -203,10 +207,17 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
         losses = [term.total for term in terms]
         parameters = [parameter for tensors in held for parameter in tensors[0]]
         trained = list(itertools.compress(parameters, is_trained))
+        # a constant total, such as that of an image without boxes, has no gradient
+        roots = [term for term in terms if term.total.requires_grad]
         found = iter(
             torch.autograd.grad(
-                losses, trained, [_factor(term) for term in terms], allow_unused=True
+                [term.total for term in roots],
+                trained,
+                [_factor(term) for term in roots],
+                allow_unused=True,
             )
+            if roots
+            else [None] * len(trained)
         )
         grads = [next(found) if trains else None for trains in is_trained]
         with torch.no_grad():
@@ -217,7 +228,7 @@ def _as_function(model: nn.Module, update: LiveUpdate, policy: Policy) -> Any:
             [(term.name, term.total.detach(), term.count, term.weight) for term in terms],
             norm,
             applied,
-            limited,
+            limited if roots else None,
         )
 
     return whole
