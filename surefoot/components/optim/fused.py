@@ -8,26 +8,73 @@ identical results. A test compares both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import repeat
+from itertools import chain, repeat
 from operator import is_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from surefoot.core.errors import TaskError
 
 FUSED_DEVICES = ("cpu", "cuda")
+HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb", "Adam8bit")
+
+
+def step_hooks_of(optimizer: Optimizer) -> tuple[Mapping[int, Any], ...]:
+    """Return the hooks that a `step()` of the optimizer calls, its own and those of all."""
+    return (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return whether code of the user runs in each `step()` of an optimizer, so that it must run.
+
+    This is a hook on the steps of the optimizer or of all optimizers, or a `step` that was replaced
+    on the object. A wrapper of torch's learning rate schedulers, which only counts, is ignored.
+    """
+    hooks = chain.from_iterable(each.values() for each in step_hooks_of(optimizer))
+    if not all(map(_is_of_surefoot, hooks)):
+        return True
+    step: Any = vars(optimizer).get("step")
+    if step is None:
+        return False
+    counts = hasattr(step, "_wrapped_by_lr_sched")
+    return not (counts and getattr(step, "__wrapped__", None) is type(optimizer).step)
+
+
+def _is_of_surefoot(hook: Any) -> bool:
+    module = getattr(hook, "__module__", None) or ""
+    return module.startswith("surefoot.") and not module.startswith("surefoot.tasks.")
+
+
+def reason_not_fused(optimizer: Optimizer) -> str:
+    """Return why an optimizer does not use the fused update of its type, as a message suffix.
+
+    It is empty for an optimizer whose type has no fused update.
+    """
+    if type(optimizer).__name__ not in HAVE_FUSED:
+        return ""
+    if has_step_hooks(optimizer):
+        return " with hooks on its steps, which are called in step()"
+    if not all(group.get("fused") for group in optimizer.param_groups):
+        return " without fused"
+    return " with an option that its fused update does not support"
 
 
 def supports(optimizer: Optimizer) -> bool:
     """Return whether torch's private fused kernels can update the parameters of `optimizer`.
 
     The optimizer must be Adam, AdamW or SGD with fused=True, without amsgrad, maximize,
-    differentiable and dampening, and torch must have the kernel.
+    differentiable, dampening and hooks on its steps, and torch must have the kernel.
     """
     if type(optimizer) not in (Adam, AdamW, SGD):
         return False
@@ -49,6 +96,7 @@ def supports(optimizer: Optimizer) -> bool:
         plain
         and hasattr(torch, name)
         and all(group.get("fused") for group in optimizer.param_groups)
+        and not has_step_hooks(optimizer)
     )
 
 

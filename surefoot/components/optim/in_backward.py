@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from surefoot.components.optim.fused import FusedGroup
+from surefoot.components.optim.fused import FusedGroup, has_step_hooks, reason_not_fused
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import InputError, NumbersError
 
@@ -31,17 +31,9 @@ class UpdateInBackward:
     """
 
     def __init__(self, guarded: GuardedUpdate) -> None:
-        if guarded.places() is None:
-            raise InputError(
-                "the update cannot run inside the backward pass with this optimizer",
-                hint=(
-                    "use torch.optim.SGD, Adam or AdamW with fused=True, or set "
-                    "memory.update_in_backward = false"
-                ),
-            )
-        guarded.on_device = False  # the host sets the learning rates and counts steps
         self._guarded = guarded
-        self._places: dict[int, tuple[FusedGroup, int]] = {}
+        self._places = self._find_places()
+        guarded.on_device = False  # the host sets the learning rates and counts steps
         self._norms: list[Tensor] = []
         self._is_on = False
         self._hooked: set[Tensor] = set()
@@ -53,6 +45,21 @@ class UpdateInBackward:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
                 parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+
+    def _find_places(self) -> dict[int, tuple[FusedGroup, int]]:
+        """Return the fused group of each parameter, and its index in that group, by its `id`."""
+        places = self._guarded.places()
+        if places is not None:
+            return places
+        hooked = next(filter(has_step_hooks, self._guarded.optimizers), None)
+        which = "this optimizer" if hooked is None else type(hooked).__name__
+        why = "" if hooked is None else reason_not_fused(hooked)
+        use = "use torch.optim.SGD, Adam or AdamW with fused=True"
+        raise InputError(
+            f"the update cannot run inside the backward pass with {which}{why}",
+            hint=f"{use if hooked is None else 'remove the hooks'}, or set "
+            "memory.update_in_backward = false",
+        )
 
     def step(self, run_backward: Callable[[], object]) -> float:
         """Run the backward pass with its updates, and return the global norm of the gradients.
@@ -81,7 +88,7 @@ class UpdateInBackward:
     def run(self, run_backward: Callable[[], object]) -> None:
         """Run the backward pass, and update each parameter with the `lr` of its group."""
         self._hook()
-        self._places = self._guarded.places() or {}  # read again: a resume replaces the groups
+        self._places = self._find_places()  # read again: a resume replaces the groups
         self._norms, self._is_on = [], True
         try:
             run_backward()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from surefoot.contract.state import with_strides_of
 from surefoot.core.errors import RunFolderError, TaskError
@@ -191,6 +191,18 @@ def _fill(
 
 
 @torch.no_grad()
+def separate_counters(optimizer: Optimizer) -> None:
+    """Give each parameter of an Adam or AdamW optimizer its own step counter, for its `step()`."""
+    if not isinstance(optimizer, Adam | AdamW):
+        return
+    seen: set[int] = set()
+    for state in optimizer.state.values():
+        step = state.get("step")
+        if isinstance(step, Tensor):
+            state["step"] = step.clone() if id(step) in seen else step
+            seen.add(id(step))
+
+
 def share_counters(optimizer: Optimizer) -> None:
     """Use one step counter for all parameters of a group that have done the same number of steps.
 

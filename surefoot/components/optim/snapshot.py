@@ -6,6 +6,7 @@ contents of an optimizer again only after such a change.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from itertools import chain
 from typing import Any, Self
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from surefoot.components.optim import fused
 from surefoot.components.optim.kinds.by_group import ByGroup, GroupWithState
@@ -29,7 +30,12 @@ def fused_groups_of(optimizer: Optimizer) -> list[fused.FusedParamGroup] | None:
     """
     if fused.supports(optimizer):
         return [fused.FusedGroup(optimizer, group) for group in optimizer.param_groups]
-    if isinstance(optimizer, ByGroup) and all(group["fused"] for group in optimizer.param_groups):
+    if (
+        isinstance(optimizer, ByGroup)
+        and all(group["fused"] for group in optimizer.param_groups)
+        and inspect.unwrap(type(optimizer).step) is ByGroup.step
+        and not fused.has_step_hooks(optimizer)
+    ):
         return [GroupWithState(optimizer, group) for group in optimizer.param_groups]
     return None
 
@@ -43,10 +49,11 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 class OptimizerSnapshot:
     """Record of an optimizer's groups, parameters and state at one time.
 
-    `objects` are the groups, parameters and state entries at that time. `live` iterates over the
-    current ones, as long as the optimizer has the same lists of groups and parameters and the same
-    state dict. `lists` are the `params` lists of the groups, and `parameters` are copies of them.
-    `fused` are the fused groups, None without a fused update.
+    `objects` are the groups, parameters, state entries and step hooks at that time. `live` iterates
+    over the current ones, as long as the optimizer has the same lists of groups and parameters and
+    the same state dict. `lists` are the `params` lists of the groups, and `parameters` are copies
+    of them. `fused` are the fused groups, None without a fused update. `step` is the `step` that
+    was replaced on the optimizer object, such as by a scheduler; None if it is that of its class.
     """
 
     groups: list[dict[str, Any]]
@@ -56,6 +63,7 @@ class OptimizerSnapshot:
     live: list[Iterable[Any]]
     objects: list[Any]
     fused: FusedGroups
+    step: Any
 
     @classmethod
     def of(cls, optimizer: Optimizer, of_fused: FusedGroups) -> Self:
@@ -66,9 +74,12 @@ class OptimizerSnapshot:
             live.append(state.values())
         if fused.supports(optimizer):  # state tensors stay the same objects, so each is compared
             live += [entry.values() for entry in state.values()]
+        if isinstance(optimizer, Adam | AdamW | SGD | ByGroup):
+            live += [hooks.values() for hooks in fused.step_hooks_of(optimizer)]
         live.append((_END,))
         parameters, objects = [[*each] for each in lists], [*chain.from_iterable(live)]
-        return cls(groups, lists, parameters, state, live, objects, of_fused)
+        step = vars(optimizer).get("step")
+        return cls(groups, lists, parameters, state, live, objects, of_fused, step)
 
 
 _PARAMETERS, _END = operator.itemgetter("params"), object()
@@ -82,7 +93,8 @@ def has_same_objects(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
     if optimizer.state is not taken.state or optimizer.param_groups is not taken.groups:
         return False
     return (
-        all(map(operator.is_, chain.from_iterable(taken.live), taken.objects))
+        vars(optimizer).get("step") is taken.step
+        and all(map(operator.is_, chain.from_iterable(taken.live), taken.objects))
         and all(map(operator.is_, map(_PARAMETERS, taken.groups), taken.lists))
         and all(map(operator.eq, map(len, taken.lists), map(len, taken.parameters)))
     )
@@ -93,6 +105,7 @@ def is_current(optimizer: Optimizer, taken: OptimizerSnapshot) -> bool:
     groups = [[*group["params"]] for group in optimizer.param_groups]
     return (
         taken.fused is not None
+        and not fused.has_step_hooks(optimizer)
         and optimizer.state is taken.state
         and [*map(len, groups)] == [*map(len, taken.parameters)]
         and all(map(operator.is_, chain(*groups), chain(*taken.parameters)))

@@ -27,7 +27,6 @@ from surefoot.contract.state import leaf_of
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
-HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb")
 RATE_HINT = "a schedule must return finite multipliers of the learning rate, such as 0.5"
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
@@ -110,6 +109,8 @@ class GuardedUpdate:
             each._opt_called = True  # type: ignore[attr-defined]
             if fused.supports(each):
                 fused.create_state(each)
+            else:
+                saving.separate_counters(each)
         self._fused = [fused_groups_of(each) for each in self.optimizers]
         self._taken = [
             OptimizerSnapshot.of(each, of_fused)
@@ -354,11 +355,13 @@ class GuardedUpdate:
                     (
                         f"{ONE_GRAPH} supports the fused updates of sgd, adam, adamw, lars and "
                         "lamb, but an optimizer is "
-                        f"{type(optimizer).__name__}{_reason_not_fused(optimizer)}"
+                        f"{type(optimizer).__name__}{fused.reason_not_fused(optimizer)}"
                     ),
                     hint=(
-                        "use one of them with optim.fused = true (fused=True in a loop of your "
-                        f"own), {other}"
+                        f"remove the hooks, {other}"
+                        if has_rule and fused.has_step_hooks(optimizer)
+                        else "use one of them with optim.fused = true (fused=True in a loop of "
+                        f"your own), {other}"
                     ),
                 )
         if self._momentum_curve is not None:
@@ -379,8 +382,14 @@ class GuardedUpdate:
         return self._clip, self._clip_value
 
     def held(self) -> list[tuple[list[Tensor], ...]]:
-        """Return all tensors that an update changes, by parameter group."""
+        """Return all tensors that an update changes, by parameter group.
+
+        Raises SpecError if the update cannot be part of a compiled graph any more, since hooks were
+        added to the steps of an optimizer.
+        """
         self._follow_optimizers()
+        if None in self._fused:
+            self.check_traceable()
         return [
             tensors
             for groups in self._fused
@@ -461,18 +470,6 @@ class GuardedUpdate:
             each.step(rate.float(), grad_scale, found_inf)
         self._applied += finite
         return norm, finite
-
-
-def _reason_not_fused(optimizer: Optimizer) -> str:
-    """Return why an optimizer does not use the fused update of its type, as a message suffix.
-
-    It is empty for an optimizer whose type has no fused update.
-    """
-    if type(optimizer).__name__ not in HAVE_FUSED:
-        return ""
-    if not all(group.get("fused") for group in optimizer.param_groups):
-        return " without fused"
-    return " with an option that its fused update does not support"
 
 
 def _no_rate(multiplier: float, applied_steps: int) -> str:
