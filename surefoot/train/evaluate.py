@@ -35,6 +35,7 @@ from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, ResolvedTask, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
+from surefoot.runtime.attributes.rewritten import watch_weights
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
@@ -311,16 +312,17 @@ def try_out(
 
     def tried(size: int) -> Evaluation:
         few = _Few(source, min(size, len(source)))
-        return evaluate(
-            model,
-            task,
-            few,
-            split=split,
-            batch=size,
-            device=device,
-            score=score,
-            precision=precision,
-        )
+        with watch_weights(model):
+            return evaluate(
+                model,
+                task,
+                few,
+                split=split,
+                batch=size,
+                device=device,
+                score=score,
+                precision=precision,
+            )
 
     try:
         # ends the workers of the iterable until they are needed

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint.random import cuda_states
-from surefoot.components.parallel.renormed import find_renormed
 from surefoot.core.errors import TaskError
 from surefoot.core.units import name_some
+from surefoot.runtime.attributes.rewritten import WeightSnapshot, find_rewritten
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 
 
@@ -30,9 +30,9 @@ def preserve_state(
     """Disable gradients and set evaluation mode inside the context; restore all state at its end.
 
     With `evaluates` false, the modules keep their training or evaluation mode. The state comprises
-    the modes, buffers and attributes of modules, the weights that a forward pass changes
-    (`max_norm`), the entries of the task's `state()`, and the random generators. Raises TaskError
-    if `state()` holds an object that cannot be restored in place.
+    the modes, buffers and attributes of modules, the weights that a forward pass changes (see
+    `find_rewritten`), the entries of the task's `state()`, and the random generators. Raises
+    TaskError if `state()` holds an object that cannot be restored in place.
     """
     modes = [(module, module.training) for module in model.modules()]
     registered = [(module, dict(module._buffers)) for module in model.modules()]
@@ -50,9 +50,7 @@ def preserve_state(
         (name, value, _copy_of(name, value))
         for name, value in (state() if state is not None else {}).items()
     ]
-    renormed = [
-        (table.weight, table.weight.detach().clone()) for table in find_renormed(model).values()
-    ]
+    written = WeightSnapshot(list(find_rewritten(model).values()))
     if evaluates:
         model.eval()
     try:
@@ -68,8 +66,7 @@ def preserve_state(
                 # a module may have replaced a buffer, or None, by a different tensor
                 module._buffers.clear()
                 module._buffers.update(held_there)
-            for weight, kept in renormed:
-                weight.copy_(kept)
+        written.put_back()
         attributes.put_back()
         for name, value, before in held:
             restore_entry(name, value, before)

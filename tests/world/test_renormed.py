@@ -1,6 +1,6 @@
-"""Embeddings with max_norm on ranks.
+"""Weights that a forward pass changes, on ranks: lookups with max_norm, normalized prototypes.
 
-Lookups change weights, and replicas stay those of one process.
+Replicas stay those of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,32 @@ from surefoot.core import place
 from surefoot.train.run import Run, drive
 from tests.world.ranks import run_ranks
 
+
+class Table(nn.Module):
+    """A table of the user, which the forward pass writes as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.table = how, nn.Parameter(torch.randn(20, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if self.how == "looked up":
+            return F.embedding(ids, self.table, max_norm=1.0)
+        if self.how == "assigned":
+            self.table.data = F.normalize(self.table.data, dim=1)
+        if self.how == "rows of the batch":
+            with torch.no_grad():
+                self.table[ids] = F.normalize(self.table[ids], dim=-1)
+        if self.how == "clamped":
+            self.table.data.clamp_(-0.5, 0.5)
+        return self.table[ids]
+
+
 TABLES = {
+    "looked up": lambda: Table("looked up"),
+    "assigned": lambda: Table("assigned"),
+    "rows of the batch": lambda: Table("rows of the batch"),
+    "clamped": lambda: Table("clamped"),
     "a table": lambda: nn.Embedding(20, 8, max_norm=1.0),
     "of another norm": lambda: nn.Embedding(20, 8, max_norm=1.5, norm_type=1.0),
     "with a padding row": lambda: nn.Embedding(20, 8, max_norm=1.0, padding_idx=0),
@@ -72,7 +97,7 @@ def train(folder: Path, kind: str, num_ranks: int, **layout: Any) -> Any:
     return [[torch.tensor(each) for each in weights] for weights in found]
 
 
-@pytest.mark.quick("stage 1-with a padding row", "replicas-a bag")
+@pytest.mark.quick("stage 1-with a padding row", "replicas-a bag", "stage 1-rows of the batch")
 @pytest.mark.parametrize("kind", TABLES)
 @pytest.mark.parametrize("layout", [{}, {"shard": 2, "zero_stage": 1}], ids=["replicas", "stage 1"])
 def test_two_ranks_train_what_one_process_does(
@@ -96,4 +121,4 @@ def test_a_stage_that_gathers_weights_for_a_pass_refuses_and_says_why(tmp_path: 
             return None
 
     found = run_ranks(2, job, tmp_path / "ranks")
-    assert all("0 has max_norm" in each["error"] for each in found)
+    assert all("a forward pass changes 0.weight itself" in each["error"] for each in found)

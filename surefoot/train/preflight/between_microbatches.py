@@ -10,6 +10,7 @@ import torch
 from surefoot.components import checkpoint
 from surefoot.components.data.sources.iterated import copy_of
 from surefoot.contract.task import Batch, Loss
+from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.halves import cut_batch
@@ -56,8 +57,11 @@ def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: 
         carried = CarriedState(
             assembly.model, lambda: {} if state is None else _without_generators(state())
         )
+        weights = find_rewritten(assembly.model)
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
         _compute(assembly, update, first)
-        if not (names := carried.find_changed()):
+        changed = [name for name in weights if not torch.equal(weights[name], before[name])]
+        if not (names := [*carried.find_changed(), *changed]):
             return []
         after = _compute(assembly, update, second)
     with preserve_state(assembly.model, state), torch.enable_grad():

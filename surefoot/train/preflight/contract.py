@@ -14,9 +14,12 @@ from torch import nn
 from surefoot.components.data import in_place
 from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import Iterated, copy_of
+from surefoot.components.parallel.renormed import find_renormed
 from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, Loss, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
+from surefoot.core.units import name_some
+from surefoot.runtime.attributes.rewritten import find_rewritten, watch_weights
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
@@ -65,7 +68,11 @@ def check(assembly: Assembly) -> list[str]:
         tried = copy_of(batch)  # a loss that writes into its batch must not change the data
         versions = in_place.Versions(tried)
         # a loss may compute gradients, for example for a gradient penalty
-        with preserve_state(assembly.model, state), torch.enable_grad():
+        with (
+            watch_weights(assembly.model),
+            preserve_state(assembly.model, state),
+            torch.enable_grad(),
+        ):
             environment.set_seeds(seed)
             before = read_streams()
             with Gathering() as gathered:
@@ -113,6 +120,7 @@ def check(assembly: Assembly) -> list[str]:
             )
         if splits:
             assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
+    assembly.told.extend(_describe_rewritten(assembly))
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with trial_context(assembly):
@@ -123,6 +131,20 @@ def check(assembly: Assembly) -> list[str]:
         _measure_blocks(assembly, read)
         notes.append(recomputed.words)
     return notes
+
+
+def _describe_rewritten(assembly: Assembly) -> list[str]:
+    """Return a message on the weights that a forward pass writes, except for `max_norm`."""
+    known = {id(each.weight) for each in find_renormed(assembly.model).values()}
+    names = [name for name, each in find_rewritten(assembly.model).items() if id(each) not in known]
+    if not names:
+        return []
+    ranks = (
+        "; on ranks, each element gets the value of the lowest rank that changed it"
+        if assembly.engine.stepper.ranks is not None
+        else ""
+    )
+    return [f"a forward pass changes {name_some(names, 3)}: evaluations restore its values{ranks}"]
 
 
 def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:

@@ -62,7 +62,7 @@ class Ranks:
                         each.join_norms = self._join_norm
         self.totals = Totals(group)
         self.buffers = JoinedBuffers(model, group, joins_norms=joins_buffers, virtual=self._virtual)
-        self.renorms = JoinedRenorms(model, group)
+        self.renorms = JoinedRenorms(model, group, is_exact=self._virtual is not None)
         self._sync_norms = [module for module in model.modules() if isinstance(module, SyncNorm)]
         self.num_samples = 0  # of the step, on all ranks
         self._mine, self._was_told = 0, False
@@ -143,6 +143,7 @@ class Ranks:
 
         This rank starts at microbatch `first` of `num_microbatches` on all ranks.
         """
+        self.renorms.keep()
         if self._virtual is not None:
             self._virtual.begin(num_microbatches)
             self._rows = []
@@ -312,7 +313,8 @@ class Ranks:
             hint=(
                 f"all ranks had the same weights after step {self._alike_after:,}: "
                 "surefoot resume RUN --fork NEW --from that step or an earlier "
-                "step; test the memory of that host"
+                "step; test the memory of that host, and search the task for code that changes "
+                "weights between steps"
             ),
         )
 

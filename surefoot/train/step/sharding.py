@@ -15,7 +15,6 @@ from surefoot.components.optim.groups import find_sparse
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.masters import find_norms
 from surefoot.components.parallel.alike import bit_sum
-from surefoot.components.parallel.renormed import find_renormed
 from surefoot.components.parallel.shard import Sharded
 from surefoot.components.parallel.shard.fully import FullySharded
 from surefoot.components.parallel.shard.state import ShardedState
@@ -23,6 +22,7 @@ from surefoot.components.parallel.wires import Compression
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
+from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train.step.ranks import Ranks
@@ -116,13 +116,13 @@ def _split(
         return ShardedState(
             model, mesh, bucket_bytes=sizes[0], first_bytes=sizes[1], on_host=on_host
         )
-    if renormed := next(iter(find_renormed(model)), None):
+    if written := next(iter(find_rewritten(model)), None):
         raise SpecError(
-            f"{renormed} has max_norm, which changes its weights in a forward pass, but "
+            f"a forward pass changes {written} itself, for example by max_norm, but "
             f"layout.zero_stage = {stage} gathers the weights only for that forward pass",
             hint=(
-                "set layout.zero_stage = 1, or normalize the rows in forward: "
-                "torch.nn.functional.normalize"
+                "set layout.zero_stage = 1, or compute a new tensor in forward: "
+                "torch.nn.functional.normalize(weight)"
             ),
         )
     units = find_units(stage, model, blocks)
