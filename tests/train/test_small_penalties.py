@@ -1,4 +1,4 @@
-"""A small part of a loss that is no sum over samples is found, and rounding is not taken for one."""
+"""A small part of a loss that is no sum over samples is found; rounding is no such part."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -341,7 +341,7 @@ def _check_sums(
     # one index of the source may stand for several samples
     is_grouped = is_whole_batches or len(ids) == 1
     halves = halving.cut_batch(batch, None if is_grouped else len(ids))
-    is_cut = is_same = halves is not None
+    is_same = is_certain = halves is not None
     if halves is None and (doubled := halving.double_batch(batch)) is not None:
         batch, halves, is_same = doubled, [batch, batch], True
     if halves is None and source.guarantee == "proven":
@@ -354,6 +354,8 @@ def _check_sums(
             batch, halves = read(np.concatenate(parts)), [read(part) for part in parts]
         except Exception:  # noqa: BLE001 - such a batch is never asked for again
             halves = None
+        with suppress(Exception):  # tensors that cannot be compared
+            is_certain = halves is not None and samples.is_joined(batch, halves)
     if halves is None:
         return [
             (
@@ -367,7 +369,7 @@ def _check_sums(
         batch,
         halves,
         is_same=is_same,
-        is_split=splits and is_cut and not is_whole_batches,
+        is_split=splits and is_certain and not is_whole_batches,
         norms_batches=_norms_batches(assembly.model),
     )
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from surefoot.components.data.feed import Feed
+from surefoot.components.data.in_place import find_arrays
 from surefoot.contract.task import Batch, Loss
 from surefoot.core.errors import TaskError
 from surefoot.train.assemble import Assembly
@@ -57,6 +60,36 @@ def find(
         f"the loss of update {empty} returned the count 0 for every batch tried",
         hint="return the number of items that the loss is summed over",
     )
+
+
+def is_joined(whole: Batch, halves: Sequence[Batch]) -> bool:
+    """Return whether `whole` holds the samples of `halves`, without padding or random values.
+
+    Indices, such as those of the nodes of graphs, may be shifted in the second half.
+    """
+    arrays = [list(find_arrays(batch)) for batch in (whole, *halves)]
+    return len({len(each) for each in arrays}) == 1 and all(
+        _is_joined(*map(torch.as_tensor, parts)) for parts in zip(*arrays, strict=True)
+    )
+
+
+def _is_joined(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+    if not whole.ndim == first.ndim == second.ndim:
+        return False
+    shapes = zip(whole.shape, first.shape, second.shape, strict=True)
+    dims = [dim for dim, sizes in enumerate(shapes) if len(set(sizes)) > 1]
+    if not dims:
+        return torch.equal(whole, first) and torch.equal(whole, second)
+    dim = dims[0]
+    total, sizes = whole.shape[dim], (first.shape[dim], second.shape[dim])
+    # the offsets of n graphs are n + 1 numbers
+    if len(dims) > 1 or total not in (sum(sizes), sum(sizes) - 1):
+        return False
+    tail = whole.narrow(dim, total - sizes[1], sizes[1])
+    if not (tail.is_floating_point() or tail.is_complex() or tail.dtype is torch.bool):
+        shift = (tail - second).flatten()
+        tail = tail - shift[:1]
+    return torch.equal(whole.narrow(dim, 0, sizes[0]), first) and torch.equal(tail, second)
 
 
 def _try_sizes(feed: Feed, attempt: Callable[[np.ndarray], SampleLosses]) -> SampleLosses:
