@@ -135,13 +135,8 @@ def test_a_run_names_a_pass_that_changes_its_data(
     faults = faults_of(tmp_path)
     started = records(tmp_path)[0]
     assert isinstance(started, Started)
-    if where == "training":
-        # of an iterable the first batch is the one that the checks copied
-        first = 1 if kind == "a source of views" else 2
-        assert [(each.fault, each.step) for each in faults] == [("changed-data", first)]
-    else:
-        assert [each for each in started.notes if NOTICE in each]
-        assert not faults
+    assert [each for each in started.notes if NOTICE in each]
+    assert not faults
 
 
 @pytest.mark.parametrize("where", ["forward", "nowhere"])

@@ -49,13 +49,16 @@ def test_the_first_interrupt_ends_after_the_step_with_weights_and_an_end(tmp_pat
 
 
 def test_a_step_in_which_the_interrupt_comes_is_done_first(tmp_path: Path) -> None:
+    is_begun = False
+
     class Interrupted(Small):
         def forward(self, model: nn.Module, batch: Any) -> torch.Tensor:
-            if model.training:
+            if model.training and is_begun:
                 signal.raise_signal(signal.SIGINT)
             return super().forward(model, batch)
 
     with Run(spec(50), Interrupted(), folder=tmp_path / "a", quiet=True) as run:
+        is_begun = True
         drive(run)
     assert (end_of(tmp_path / "a").step, run.is_stopping) == (1, "interrupted")
     # it ends now, not after a last evaluation

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.halves import cut_batch
+from surefoot.train.preflight.training_mode import can_try, trial_in_training_mode
 from surefoot.train.quiet import preserve_state
 from surefoot.train.record.carried import CarriedState
 from surefoot.train.step import LiveUpdate
@@ -38,22 +41,36 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
     halves = cut_batch(batch, size) if len(feed.microbatches(feed.window(0))) > num_ranks else None
     if halves is None:
         return []
+    contexts: list[Callable[[], AbstractContextManager[None]]] = [
+        partial(preserve_state, assembly.model, assembly.task.state)
+    ]
+    if can_try(assembly):
+        contexts.append(partial(trial_in_training_mode, assembly))
     found = []
     for update in assembly.updates:
-        try:
-            names = _find_carried(assembly, update, *halves)
-        # a half batch may not fit the state; an error that steps have too is reported there
-        except Exception:  # noqa: BLE001
-            continue
+        names = dict[str, None]()
+        for context in contexts:
+            # a half batch may not fit the state; an error that steps have too is reported there
+            with suppress(Exception):
+                names |= dict.fromkeys(_find_carried(assembly, context, update, *halves))
         if names:
             found.append(WORDS.format(update=update.name, names=", ".join(names)))
     return found
 
 
-def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: Batch) -> list[str]:
-    """Return the names of the state that `first` changes, if the loss of `second` depends on it."""
+def _find_carried(
+    assembly: Assembly,
+    context: Callable[[], AbstractContextManager[None]],
+    update: LiveUpdate,
+    first: Batch,
+    second: Batch,
+) -> list[str]:
+    """Return the names of the state that `first` changes, if the loss of `second` depends on it.
+
+    `context` sets the mode of the model, and restores all state at its end.
+    """
     state = assembly.task.state
-    with preserve_state(assembly.model, state), torch.enable_grad():
+    with context(), torch.enable_grad():
         carried = CarriedState(
             assembly.model, lambda: {} if state is None else _without_generators(state())
         )
@@ -64,7 +81,7 @@ def _find_carried(assembly: Assembly, update: LiveUpdate, first: Batch, second: 
         if not (names := [*carried.find_changed(), *changed]):
             return []
         after = _compute(assembly, update, second)
-    with preserve_state(assembly.model, state), torch.enable_grad():
+    with context(), torch.enable_grad():
         alone = _compute(assembly, update, second)
     pairs = zip(after.terms, alone.terms, strict=True)
     is_same = all(

@@ -26,6 +26,7 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
+from surefoot.train.preflight.training_mode import can_try, trial_in_training_mode
 from surefoot.train.quiet import preserve_state, read_streams
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
@@ -63,14 +64,19 @@ def check(assembly: Assembly) -> list[str]:
         return assembly.read(window.epoch, part)
 
     def attempt(
-        update: LiveUpdate, batch: Batch, seed: int = 0, what: str = "a part of a batch"
+        update: LiveUpdate,
+        batch: Batch,
+        seed: int = 0,
+        what: str = "a part of a batch",
+        *,
+        trains: bool = False,
     ) -> halving.LossTrial:
         tried = copy_of(batch)  # a loss that writes into its batch must not change the data
         versions = in_place.Versions(tried)
         # a loss may compute gradients, for example for a gradient penalty
         with (
             watch_weights(assembly.model),
-            preserve_state(assembly.model, state),
+            trial_in_training_mode(assembly) if trains else preserve_state(assembly.model, state),
             torch.enable_grad(),
         ):
             environment.set_seeds(seed)
@@ -118,6 +124,19 @@ def check(assembly: Assembly) -> list[str]:
                     assembly, update.name, partial(attempt, update), read, batch, ids, splits=splits
                 )
             )
+    with preserve_state(assembly.model, state, evaluates=False), trial_context(assembly):
+        for update, whole in zip(assembly.updates, wholes, strict=True):
+            if whole.additive and can_try(assembly):
+                found = _check_in_training_mode(
+                    assembly,
+                    f"{update.name} in training mode",
+                    partial(attempt, update, trains=True),
+                    read,
+                    whole,
+                    (ids, batch),
+                    splits=splits,
+                )
+                assembly.warnings.extend(found)
         if splits:
             assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
     assembly.told.extend(_describe_rewritten(assembly))
@@ -131,6 +150,43 @@ def check(assembly: Assembly) -> list[str]:
         _measure_blocks(assembly, read)
         notes.append(recomputed.words)
     return notes
+
+
+def _check_in_training_mode(
+    assembly: Assembly,
+    name: str,
+    attempt: halving.Try,
+    read: Callable[[np.ndarray], Batch],
+    evaluated: Loss,
+    first: tuple[np.ndarray, Batch],
+    *,
+    splits: bool,
+) -> list[str]:
+    """Check that a loss is a sum in training mode too, if it differs from `evaluated`.
+
+    Args:
+        assembly: the run.
+        name: the name of the update, with the mode.
+        attempt: computes the loss of a batch in training mode.
+        read: reads a batch.
+        evaluated: the loss of the batch in evaluation mode.
+        first: the samples and their batch.
+        splits: whether the run divides its batches.
+
+    Raises:
+        TaskError: for a mean, and with `splits` for any other loss that is not a sum.
+    """
+    ids, batch = first
+    try:
+        trained = attempt(batch, 0)
+    except TaskError:  # a step reports it
+        return []
+    if halving.is_equal(trained.loss, evaluated):
+        return []
+    # random draws of training, such as mixing samples, may change the loss of a small batch
+    is_split = splits and not trained.draws
+    found = _check_sums(assembly, name, attempt, read, batch, ids, splits=is_split)
+    return [each for each in found if halving.UNCHECKED not in each]
 
 
 def _describe_rewritten(assembly: Assembly) -> list[str]:
@@ -359,7 +415,7 @@ def _check_sums(
     if halves is None:
         return [
             (
-                f"whether the loss of update {name} is a sum could not be checked: the first "
+                f"whether the loss of update {name} is a sum {halving.UNCHECKED}: the first "
                 "batch cannot be cut in halves"
             )
         ]
