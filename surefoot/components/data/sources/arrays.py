@@ -40,7 +40,8 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
     """Return the array as a tensor, without a copy; `what` names the array in errors.
 
     Raises DataError for a dtype that torch does not support, masked values, a nested, sparse or
-    meta tensor, and a data frame with several dtypes.
+    meta tensor, a data frame with several dtypes, and columns of pandas that have missing values
+    or are not numbers.
     """
     if isinstance(array, Tensor):
         if array.is_nested:
@@ -52,19 +53,6 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         if array.layout is not torch.strided:
             raise DataError(f"{what} is a tensor of {array.layout}", hint="pass x.to_dense()")
         return array
-    kinds = (
-        sorted(set(map(str, getattr(array, "dtypes", ()))))
-        if hasattr(array, "iloc") and hasattr(array, "columns")
-        else []
-    )
-    if len(kinds) > 1:
-        raise DataError(
-            f"a data frame with columns of the dtypes {', '.join(kinds)} is not one array",
-            hint=(
-                "give its columns by name: "
-                "Arrays(**{name: frame[name].to_numpy() for name in frame})"
-            ),
-        )
     if isinstance(array, Mapping):
         raise DataError(
             f"{what} is a {type(array).__name__}", hint="give its arrays by name: Arrays(**arrays)"
@@ -73,7 +61,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         raise DataError(
             f"{what} has masked values, but tensors have none", hint="fill them first: x.filled(0)"
         )
-    held = np.asarray(array)
+    held = _values_of_pandas(array, what) if is_pandas(array) else np.asarray(array)
     with warnings.catch_warnings():
         # torch warns of read-only arrays; a source never writes into them
         warnings.simplefilter("ignore", UserWarning)
@@ -82,6 +70,53 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
         except (TypeError, ValueError) as error:
             told = f"{what} of {held.dtype} {held.shape} cannot become a tensor: {error}"
             raise DataError(told, hint=_hint_for(held)) from None
+
+
+def is_pandas(given: Any) -> bool:
+    """Return whether `given` is a data frame or a series of pandas, whose `[...]` takes labels."""
+    return hasattr(given, "iloc") and hasattr(given, "to_numpy") and not isinstance(given, type)
+
+
+def _values_of_pandas(given: Any, what: str) -> np.ndarray:
+    """Return the values of a data frame or a series by position, in its own dtype."""
+    kinds = dict.fromkeys(given.dtypes if hasattr(given, "columns") else [given.dtype])
+    if len(kinds) > 1:
+        raise DataError(
+            f"a data frame with columns of the dtypes {', '.join(sorted(map(str, kinds)))} "
+            "is not one array",
+            hint=(
+                "give its columns by name: "
+                "Arrays(**{name: frame[name].to_numpy() for name in frame})"
+            ),
+        )
+    for kind in kinds:
+        is_extension = not isinstance(kind, np.dtype)
+        if is_extension and bool(np.any(given.isna().to_numpy())):
+            raise DataError(
+                f"{what} of the dtype {kind} has missing values, but tensors have none",
+                hint="fill them first, for example with column.fillna(0), or drop their rows",
+            )
+        target = getattr(kind, "numpy_dtype", None)
+        values = given.to_numpy() if target is None else given.to_numpy(dtype=target)
+        if values.dtype.kind in "OSUVmM":
+            raise DataError(
+                f"{what} of the dtype {kind} cannot become a tensor",
+                hint=_hint_for_column(str(kind)),
+            )
+        return np.asarray(values)
+    raise DataError(f"{what} is a data frame without columns", hint="give 1 column or more")
+
+
+def _hint_for_column(kind: str) -> str:
+    """Return how to convert a column of pandas of the dtype `kind` to numbers."""
+    if kind.startswith(("datetime", "timedelta", "period", "timestamp", "duration")):
+        return "give times as numbers: column.astype('int64')"
+    if kind == "category":
+        return "give the numbers of the categories: column.cat.codes"
+    return (
+        "give numbers: column.astype('float32') if each value is one, or for words "
+        "column.astype('category').cat.codes"
+    )
 
 
 def _hint_for(array: np.ndarray) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from surefoot.components.data.order import check_ids
-from surefoot.components.data.sources.arrays import ArrayLike, Arrays
+from surefoot.components.data.sources.arrays import ArrayLike, Arrays, is_pandas
 from surefoot.components.data.sources.batch_digest import digest_of_content
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Guarantee, Source
@@ -32,7 +32,7 @@ class TorchDataset:
             `default_collate`.
 
     Raises:
-        DataError: For a dataset that is empty, has no length or cannot be indexed.
+        DataError: For a dataset that is empty, has no length or cannot be indexed by number.
     """
 
     guarantee: Guarantee = "proven"
@@ -43,6 +43,11 @@ class TorchDataset:
             raise DataError(
                 f"{type(dataset).__name__} has no length or cannot be indexed",
                 hint="wrap an iterable with Iterated",
+            )
+        if is_pandas(dataset):
+            raise DataError(
+                f"{type(dataset).__name__} of pandas is indexed by label, not by number",
+                hint="return it from data(split) of the task as it is, or use Arrays",
             )
         if len(dataset) == 0:
             raise DataError(f"the {type(dataset).__name__} is empty", hint="give 1 sample or more")
@@ -98,28 +103,26 @@ INSTEAD = {  # what is often given instead of a source, and a hint
 def as_source(given: Any) -> Source:
     """Convert the value that a task's `data` returned to a source.
 
-    A source is returned unchanged. Tensors and arrays (also in a tuple or a dict), a map-style
-    dataset or an iterable of batches are wrapped.
+    A source is returned unchanged. Tensors, arrays, series and data frames of pandas (also in a
+    tuple or a dict), a map-style dataset or an iterable of batches are wrapped. Rows of pandas are
+    read by position, whatever their index.
 
     Raises:
         DataError: For anything else.
     """
     if isinstance(given, Source) and not isinstance(given, type):
         return given
-    if isinstance(given, (Tensor, np.ndarray)):
+    if isinstance(given, torch.utils.data.Subset) and is_pandas(given.dataset):
+        given = cast(Any, given.dataset).iloc[list(given.indices)]
+    if is_pandas(given) and hasattr(given, "columns"):
+        return _source_of_frame(given)
+    if _is_array(given):
         return Arrays(given)
-    if (
-        isinstance(given, tuple)
-        and given
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in given)
-    ):
+    if isinstance(given, tuple) and given and all(map(_is_array, given)):
         return Arrays(*given)
-    # a frame of pandas: indexed by number it gives a column, not a row
-    if hasattr(given, "iloc") and hasattr(given, "columns"):
-        return Arrays(**_check_mapping({name: given[name].to_numpy() for name in given.columns}))
+    _check_samples(given)
     if isinstance(given, dict) or (
-        isinstance(given, Mapping)
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
+        isinstance(given, Mapping) and all(map(_is_array, given.values()))
     ):
         return Arrays(**_check_mapping(given))
     # an IterableDataset may have a length, and no items
@@ -148,6 +151,58 @@ def as_source(given: Any) -> Source:
     )
 
 
+def _is_array(given: Any) -> bool:
+    return isinstance(given, (Tensor, np.ndarray)) or is_pandas(given)
+
+
+def _source_of_frame(frame: Any) -> Arrays:
+    """Return the source of the rows of a data frame of pandas.
+
+    Its batches are dicts by the names of the columns, or tuples if the columns are only numbered.
+    Raises DataError for columns of one name, and for names that are not text.
+    """
+    names = list(frame.columns)
+    columns = [frame.iloc[:, number] for number in range(len(names))]
+    if names and names == list(range(len(names))):
+        return Arrays(*columns)
+    named = dict(zip(names, columns, strict=True))
+    if len(named) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(
+            f"data() of the task returned a data frame with several columns {twice!r}",
+            hint="give each column its own name, or return frame.to_numpy() for whole rows",
+        )
+    other = [name for name in names if not isinstance(name, str)]
+    if other:
+        raise DataError(
+            f"data() of the task returned a data frame with the column {other[0]!r}, whose name "
+            f"is a {type(other[0]).__name__}",
+            hint="name the columns with text: frame.columns = [str(name) for name in frame]",
+        )
+    return Arrays(**_check_mapping(named))
+
+
+def _check_samples(given: Any) -> None:
+    """Raise DataError for columns of data that would be read as if each were a sample."""
+    if isinstance(given, (list, tuple)):
+        arrays = [part for part in given[:2] if _is_array(part)]
+        is_mixed = isinstance(given, tuple) and 0 < len(arrays) < len(given[:2])
+        if is_mixed or any(map(is_pandas, arrays)):
+            kinds = ", ".join(type(part).__name__ for part in given[:4])
+            raise DataError(
+                f"data() of the task returned a {type(given).__name__} of {kinds}, whose parts "
+                "would be its samples",
+                hint="return a tuple of tensors or arrays, each with one row per sample",
+            )
+    elif hasattr(given, "schema") and hasattr(given, "to_pydict"):  # of Apache Arrow
+        raise DataError(
+            f"data() of the task returned a {type(given).__name__} of Arrow, which gives columns, "
+            "not rows, by number",
+            hint="return its columns: "
+            "{name: table[name].to_numpy() for name in table.schema.names}",
+        )
+
+
 def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
     """Return `given` if it is a mapping from names to arrays.
 
@@ -164,7 +219,7 @@ def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
                 f"data() of the task returned a dict with the key {name!r}",
                 hint="return a dict with names (str) as keys, or a list of samples",
             )
-        if not isinstance(part, (Tensor, np.ndarray)):
+        if not _is_array(part):
             hint = (
                 f"return the requested split: given[{name!r}]"
                 if hasattr(part, "__getitems__")
