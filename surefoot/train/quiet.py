@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,8 +32,9 @@ def preserve_state(
 
     With `evaluates` false, the modules keep their training or evaluation mode. The state comprises
     the modes, buffers and attributes of modules, the weights that a forward pass changes (see
-    `find_rewritten`), the entries of the task's `state()`, and the random generators. Raises
-    TaskError if `state()` holds an object that cannot be restored in place.
+    `find_rewritten`) or that an own `train()` or `eval()` of a module changes, the entries of the
+    task's `state()`, and the random generators. Raises TaskError if `state()` holds an object that
+    cannot be restored in place.
     """
     modes = [(module, module.training) for module in model.modules()]
     registered = [(module, dict(module._buffers)) for module in model.modules()]
@@ -51,12 +53,15 @@ def preserve_state(
         for name, value in (state() if state is not None else {}).items()
     ]
     written = WeightSnapshot(list(find_rewritten(model).values()))
+    switch = ModeSwitch(model)
     if evaluates:
-        model.eval()
+        switch.enter_evaluation()
     try:
         with torch.no_grad():
             yield
     finally:
+        if evaluates:
+            switch.leave_evaluation()
         for module, mode in modes:
             module.training = mode
         with torch.no_grad():
@@ -77,23 +82,113 @@ def preserve_state(
             torch.cuda.set_rng_state(cuda_state, index)
 
 
-def set_modes(model: nn.Module) -> list[str]:
-    """Set training mode if the model itself is in evaluation mode; return notes.
+class ModeSwitch:
+    """Change of a model to evaluation mode and back by its own `eval()` and `train()`.
 
-    `from_pretrained` returns such a model. If the model is in training mode, submodules that
-    `model()` set to evaluation mode stay so.
+    A module may have its own `train()` or `eval()`: a LoRA layer adds its product to a frozen
+    weight for evaluation, and subtracts it for training. The subtraction is exact only up to
+    rounding, so the parameters of such modules are restored from copies.
     """
-    if not model.training:
-        model.train()
-        return ["model() returned the model in evaluation mode: it is trained in training mode"]
-    kept = [
-        f"{name} ({type(module).__name__})"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._was_training = model, model.training
+        own = [module for module in model.modules() if _has_own_modes(module)]
+        self._registered = {
+            inner: dict(inner._parameters) for module in own for inner in module.modules()
+        }
+        # of parameters that changed: parameter, memory, values, and whether it is trained
+        self._changed: list[tuple[nn.Parameter, Tensor, Tensor, bool]] = []
+
+    def enter_evaluation(self) -> None:
+        """Call `eval()` of the model."""
+        self._record_changes(self._model.eval)
+
+    @torch.no_grad()
+    def leave_evaluation(self) -> None:
+        """Call `train()` of the model, with its old mode, and restore its parameters."""
+        if self._registered:
+            self._record_changes(partial(self._model.train, self._was_training))
+        for module, held in self._registered.items():
+            module._parameters.clear()
+            module._parameters.update(held)
+        # those that `eval()` changed come last
+        for parameter, memory, kept, is_trained in reversed(self._changed):
+            if _is_dense(parameter) and parameter.data_ptr() != memory.data_ptr():
+                parameter.data = memory
+            parameter.copy_(kept)
+            parameter.requires_grad_(is_trained)
+
+    def _record_changes(self, change_mode: Callable[[], Any]) -> None:
+        parameters = {
+            id(each): each
+            for module in self._registered
+            for each in module._parameters.values()
+            if each is not None
+        }
+        before = [
+            (each, each.data, each.detach().clone(), each.requires_grad)
+            for each in parameters.values()
+        ]
+        change_mode()
+        self._changed += [
+            (each, memory, kept, is_trained)
+            for each, memory, kept, is_trained in before
+            if not _is_dense(each)
+            or each.data_ptr() != memory.data_ptr()
+            or each.requires_grad is not is_trained
+            or not torch.equal(_bytes_of(each), _bytes_of(kept))
+        ]
+
+
+def _has_own_modes(module: nn.Module) -> bool:
+    """Return whether a module has a `train()` or `eval()` other than that of `nn.Module`."""
+    return any(
+        getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
+        for name in ("train", "eval")
+    )
+
+
+def _is_dense(parameter: Tensor) -> bool:
+    return type(parameter.data) is Tensor and parameter.layout is torch.strided
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the values as bytes, because -0 equals 0."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def set_modes(model: nn.Module) -> list[str]:
+    """Set training mode by `model.train()`, as a loop does before its first step; return notes.
+
+    A module may override `train()`, for example to keep its BatchNorm in evaluation mode. If
+    `model()` returned the model in training mode, the submodules that it set to evaluation mode
+    stay so. `from_pretrained` returns a model in evaluation mode.
+    """
+    held = {module for module in model.modules() if not module.training and model.training}
+    notes = (
+        []
+        if model.training
+        else ["model() returned the model in evaluation mode: it is trained in training mode"]
+    )
+    model.train()
+    modes = {module: module.training and module not in held for module in model.modules()}
+    for module in held:
+        if _has_own_modes(module):
+            module.eval()
+    for module, mode in modes.items():
+        module.training = mode
+    names = {
+        module: f"{name} ({type(module).__name__})" if name else type(module).__name__
         for name, module in model.named_modules()
         if not module.training
-    ]
-    if not kept:
-        return []
-    return [f"{name_some(kept, 3)} stay in evaluation mode, as set by model()"]
+    }
+    for origin, kept in (
+        ("model()", [name for module, name in names.items() if module in held]),
+        ("train()", [name for module, name in names.items() if module not in held]),
+    ):
+        if kept:
+            notes.append(f"{name_some(kept, 3)} stay in evaluation mode, as set by {origin}")
+    return notes
 
 
 def read_streams() -> tuple[Any, ...]:

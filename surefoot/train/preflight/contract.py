@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import Iterated, copy_of
 from surefoot.components.parallel.renormed import find_renormed
 from surefoot.components.stability.norms import find_batch_norms
-from surefoot.contract.task import Batch, Loss, as_loss
+from surefoot.contract.task import Batch, Loss, Term, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.rewritten import find_rewritten, watch_weights
@@ -57,8 +57,7 @@ def check(assembly: Assembly) -> list[str]:
     writes = [False]  # whether a loss writes into its batch
     gathers: dict[str, bool] = {}  # whether the loss of an update calls all_gather
     state = assembly.task.state
-    window = assembly.feed.window(0)
-    source = assembly.feed.source
+    window, source = assembly.feed.window(0), assembly.feed.source
 
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
@@ -107,7 +106,6 @@ def check(assembly: Assembly) -> list[str]:
         for update, whole in zip(assembly.updates, wholes, strict=True):
             _check_kind(update.name, whole)
             _check_counts(assembly.task.counts, update.name, whole, batch)
-            notes += _note_constants(update.name, whole, len(ids))
             if splits:
                 joins = gathers[update.name] and _check_joined(assembly, update.name)
                 check_splittable(
@@ -143,6 +141,7 @@ def check(assembly: Assembly) -> list[str]:
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with trial_context(assembly):
+        notes += _check_gradients(assembly, wholes, batch, len(ids))
         _check_lone_sample(assembly, read)
     recomputed = assembly.engine.recomputed
     if recomputed is not None and recomputed.budget is not None:
@@ -352,12 +351,6 @@ def _check_kind(name: str, loss: Loss) -> None:
                 hint="multiply a learned weight into the total",
             )
         check_count(term.name, term.count)
-    if samples.is_constant(loss):
-        raise TaskError(
-            f"the loss of update {name} has no gradient: the total of its term "
-            f"{loss.terms[0].name} is a constant",
-            hint="compute it from the model's output, without detach() or item()",
-        )
     if len({term.name for term in loss.terms}) != len(loss.terms):
         raise TaskError(
             f"the loss of update {name} has two terms with the same name",
@@ -365,17 +358,44 @@ def _check_kind(name: str, loss: Loss) -> None:
         )
 
 
-def _note_constants(name: str, loss: Loss, num_samples: int) -> list[str]:
+def _check_gradients(
+    assembly: Assembly, wholes: Sequence[Loss], batch: Batch, num_samples: int
+) -> list[str]:
     """Return a note for each term that counts items but does not depend on the model.
 
-    In some batches that is right, such as the boxes of images that show no object.
+    In some batches that is right, such as the boxes of images that show no object. A term that has
+    no gradient in evaluation mode is tried in training mode: a LoRA layer that has added its
+    product to a frozen weight for evaluation computes none. Raises TaskError if no term of an
+    update has a gradient.
     """
-    return [
-        f"the term {term.name} of update {name} has no gradient on the {num_samples} samples of "
-        "the check: there it does not train the model"
-        for term in loss.terms
-        if float(term.count) and not term.total.requires_grad
-    ]
+    notes = []
+    for update, whole in zip(assembly.updates, wholes, strict=True):
+        loss = whole
+        if any(map(_lacks_gradient, whole.terms)):
+            with (
+                preserve_state(assembly.model, assembly.task.state, evaluates=False),
+                torch.enable_grad(),
+            ):
+                loss = _try_loss(
+                    update.name, update.loss, assembly.model, copy_of(batch), "a part of a batch"
+                )
+        if samples.is_constant(loss):
+            raise TaskError(
+                f"the loss of update {update.name} has no gradient: the total of its term "
+                f"{loss.terms[0].name} is a constant",
+                hint="compute it from the model's output, without detach() or item()",
+            )
+        notes += [
+            f"the term {term.name} of update {update.name} has no gradient on the {num_samples} "
+            "samples of the check: there it does not train the model"
+            for term in filter(_lacks_gradient, loss.terms)
+        ]
+    return notes
+
+
+def _lacks_gradient(term: Term) -> bool:
+    # without items, the total may be a constant
+    return not term.total.requires_grad and float(term.count) != 0
 
 
 def _check_sums(

@@ -92,7 +92,7 @@ def _gradient(assembly: Assembly, update: LiveUpdate, batches: Sequence[Batch]) 
             loss = update.loss(assembly.model, batch)
         total = torch.stack([term.total * term.weight for term in loss.terms]).sum()
         count += sum(float(term.count) for term in loss.terms)
-        if not total.requires_grad:  # a constant, such as that of images without boxes
+        if not total.requires_grad:  # a constant: images without boxes, a merged LoRA layer
             continue
         parts = torch.autograd.grad(total, params, allow_unused=True)
         for into, part in zip(found, parts, strict=True):
