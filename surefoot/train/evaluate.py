@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -50,6 +51,11 @@ DRAWS = 0x6576616C  # distinguishes the draws of evaluations from other draws
 GRADIENT_HINT = (
     "surefoot evaluates under torch.no_grad(): put the lines of forward, loss or "
     "metrics that compute gradients under `with torch.enable_grad():`"
+)
+LOSS_GUIDE = 'docs/guides/writing-a-task.md, "A loss in training only"'
+NO_LOSS_HINT = (
+    "run with --traceback to see where; if the model computes a loss in training mode only, return "
+    f"None from loss in evaluation, and give metrics ({LOSS_GUIDE})"
 )
 # the last argument is the seed; yields each batch with its number of samples, if known
 Reading = Callable[[Source, int, torch.device, Share, int], Iterator[tuple[Batch, int | None]]]
@@ -189,7 +195,7 @@ def _summarize(
 ) -> Evaluation:
     """Return the evaluation from merged results. Raises SpecError or TaskError for a bad metric."""
     values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
-    chosen, better = _choose(score, merged.metrics)
+    chosen, better = _choose(score, merged)
     for name, (mean, _) in merged.terms.items():
         check_count(name, mean.count)
     means = [(mean.value(), weight) for mean, weight in merged.terms.values()]
@@ -338,12 +344,20 @@ def try_out(
     except SurefootError:
         raise
     except (Exception, SystemExit) as error:
-        takes_gradients = isinstance(error, RuntimeError) and "does not require grad" in str(error)
         raise TaskError(
             f"a trial evaluation of a few samples of {split!r} "
             f"before the run failed: {describe(error)}",
-            hint=GRADIENT_HINT if takes_gradients else "run with --traceback to see where",
+            hint=_hint_failed_trial(error, task),
         ) from error
+
+
+def _hint_failed_trial(error: BaseException, task: ResolvedTask) -> str:
+    if isinstance(error, RuntimeError) and "does not require grad" in str(error):
+        return GRADIENT_HINT
+    own = getattr(getattr(task.task, "loss", None), "__code__", None)
+    if any(frame.f_code is own for frame, _ in walk_tb(error.__traceback__)):
+        return NO_LOSS_HINT
+    return "run with --traceback to see where"
 
 
 class _Few:
@@ -373,16 +387,24 @@ class _Few:
 def _outcome(model: nn.Module, task: ResolvedTask, inputs: Batch) -> tuple[Output, Loss | None]:
     """Return the output of one forward pass and its loss.
 
-    The loss is None if the task has no `loss`. Both are None if it has no `forward`; then only
-    metrics evaluate the task.
+    The loss is None if the task has no `loss`, or if `loss` returns None: then only metrics
+    evaluate the task. Both are None if it has no `forward`. Raises TaskError if `loss` returns None
+    and the task has no metrics.
     """
     one = task.task
-    if callable(getattr(one, "forward", None)):
-        output = one.forward(model, inputs)
-        return output, as_loss(one.loss(output, inputs), f"task {task.name}") if callable(
-            getattr(one, "loss", None)
-        ) else None
-    return None, None
+    if not callable(getattr(one, "forward", None)):
+        return None, None
+    output = one.forward(model, inputs)
+    made = one.loss(output, inputs) if callable(getattr(one, "loss", None)) else None
+    if made is not None:
+        return output, as_loss(made, f"task {task.name}")
+    if task.metrics is None and callable(getattr(one, "loss", None)):
+        raise TaskError(
+            f"the loss of task {task.name} is None, and the task has no metrics",
+            hint="return a Loss; if the model computes a loss in training mode only, add "
+            f"metrics(output, batch), which are then the score ({LOSS_GUIDE})",
+        )
+    return output, None
 
 
 def _metrics(task: ResolvedTask, output: Output, inputs: Batch) -> dict[str, Metric]:
@@ -426,11 +448,13 @@ def _number(name: str, value: object, task: ResolvedTask) -> float | None:
     )
 
 
-def _choose(score: str | None, metrics: dict[str, Metric]) -> tuple[str, Better]:
-    if score is not None and score != "loss" and score not in metrics:
+def _choose(score: str | None, merged: Merged) -> tuple[str, Better]:
+    metrics = merged.metrics
+    reported = [*metrics, "loss"] if merged.terms or not metrics else [*metrics]
+    if score is not None and score not in reported:
         raise SpecError(
             f"evaluate.score is {score!r}, which the task does not report",
-            hint=f"use one of {', '.join([*metrics, 'loss'])}",
+            hint=f"use one of {', '.join(reported)}",
         )
     chosen = score or next(iter(metrics), "loss")
     better = "lower" if chosen == "loss" else getattr(metrics[chosen], "better", None)

@@ -144,7 +144,7 @@ def _refuse(value: Any, place: str, hint: str = "") -> TaskError:
 
 def _split_tensor(value: Tensor, place: str, tensors: dict[str, Tensor]) -> Any:
     """Convert a tensor, a parameter, or a tensor of a class that a later process can find."""
-    kind, made = type(value), {MARK: "tensor"}
+    kind, made = type(value), dict[str, Any]({MARK: "tensor"})
     if kind is not Tensor:
         made["type"] = known = f"{kind.__module__}:{kind.__qualname__}"
         is_parameter = kind is nn.Parameter

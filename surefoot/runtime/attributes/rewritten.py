@@ -76,7 +76,7 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         named = list(model.named_parameters())
         # `parameter.data = ...` calls no operator, but the parameter then has other memory
         self._memory = [(name, each, each.data) for name, each in named]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
@@ -30,8 +30,13 @@ WORDS = (
 )
 
 
-def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
+def check(
+    assembly: Assembly, batch: Batch, size: int, training_only: Collection[str] = ()
+) -> list[str]:
     """Return warnings if the loss of a half batch changes when the other half is computed before.
+
+    The losses are computed in evaluation mode, those of the updates `training_only` in training
+    mode.
 
     A model may keep a hidden state with a row for each sample of a microbatch. The next microbatch,
     which has other samples, would then continue from it.
@@ -41,13 +46,15 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
     halves = cut_batch(batch, size) if len(feed.microbatches(feed.window(0))) > num_ranks else None
     if halves is None:
         return []
-    contexts: list[Callable[[], AbstractContextManager[None]]] = [
-        partial(preserve_state, assembly.model, assembly.task.state)
-    ]
-    if can_try(assembly):
-        contexts.append(partial(trial_in_training_mode, assembly))
+    quietly = partial(preserve_state, assembly.model, assembly.task.state)
     found = []
     for update in assembly.updates:
+        trains_only = update.name in training_only
+        contexts: list[Callable[[], AbstractContextManager[None]]] = [
+            partial(quietly, evaluates=not trains_only)
+        ]
+        if can_try(assembly):
+            contexts.append(partial(trial_in_training_mode, assembly))
         names = dict[str, None]()
         for context in contexts:
             # a half batch may not fit the state; an error that steps have too is reported there

@@ -16,19 +16,17 @@ from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import Iterated, copy_of
 from surefoot.components.parallel.renormed import find_renormed
 from surefoot.components.stability.norms import find_batch_norms
-from surefoot.contract.task import Batch, Loss, Term, as_loss
+from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.core.units import name_some
-from surefoot.runtime.attributes.rewritten import find_rewritten, watch_weights
-from surefoot.runtime.comm.gathered import Gathering
-from surefoot.train import environment
+from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
-from surefoot.train.preflight.training_mode import can_try, trial_in_training_mode
-from surefoot.train.quiet import preserve_state, read_streams
-from surefoot.train.step import LiveUpdate, check_count, check_splittable
+from surefoot.train.preflight.training_mode import can_try
+from surefoot.train.quiet import preserve_state
+from surefoot.train.step import check_count, check_splittable
 from surefoot.train.step.reading import make_feed
 
 OVER_BATCHES = (
@@ -40,58 +38,32 @@ OVER_BATCHES = (
     nn.InstanceNorm2d,
     nn.InstanceNorm3d,
 )
-PARTS_HINT = (
-    "stages 2 and 3 gather weights when the whole model is called: call model(...), "
-    "not its submodules, or set layout.zero_stage = 1"
-)
 
 
 def check(assembly: Assembly) -> list[str]:
     """Compute every update's loss on a few samples and on their halves, in evaluation mode.
+
+    A loss that the model computes in training mode only is computed in training mode.
 
     Returns notes on checks that were not possible. Raises TaskError for a loss that is not a Loss,
     is a mean, counts no item in all of the data, disagrees with `counts(batch)`, or must not be
     split although the spec splits it.
     """
     notes: list[str] = []
-    writes = [False]  # whether a loss writes into its batch
-    gathers: dict[str, bool] = {}  # whether the loss of an update calls all_gather
+    trials = samples.Trials(assembly)
     state = assembly.task.state
     window, source = assembly.feed.window(0), assembly.feed.source
 
     def read(part: np.ndarray) -> Batch:
         return assembly.read(window.epoch, part)
 
-    def attempt(
-        update: LiveUpdate,
-        batch: Batch,
-        seed: int = 0,
-        what: str = "a part of a batch",
-        *,
-        trains: bool = False,
-    ) -> halving.LossTrial:
-        tried = copy_of(batch)  # a loss that writes into its batch must not change the data
-        versions = in_place.Versions(tried)
-        # a loss may compute gradients, for example for a gradient penalty
-        with (
-            watch_weights(assembly.model),
-            trial_in_training_mode(assembly) if trains else preserve_state(assembly.model, state),
-            torch.enable_grad(),
-        ):
-            environment.set_seeds(seed)
-            before = read_streams()
-            with Gathering() as gathered:
-                loss = _try_loss(update.name, update.loss, assembly.model, tried, what)
-            draws = read_streams() != before
-        writes[0] |= versions.have_changed()
-        gathers[update.name] = gathered.was_used
-        return halving.LossTrial(loss, draws, gathered.was_used)
-
     def attempt_all(part: np.ndarray) -> samples.SampleLosses:
         batch = _read_first(read, part)
         what = f"{len(part)} samples" if source.guarantee == "proven" else "the first batch"
         return samples.SampleLosses(
-            part, batch, [attempt(update, batch, what=what).loss for update in assembly.updates]
+            part,
+            batch,
+            [trials.attempt(update, batch, what=what).loss for update in assembly.updates],
         )
 
     train = assembly.spec.train
@@ -100,14 +72,14 @@ def check(assembly: Assembly) -> list[str]:
         or assembly.spec.memory.on_oom == "halve"
         or len(assembly.feed.microbatches(window)) > 1  # on several ranks
     )
-    with preserve_state(assembly.model, state), trial_context(assembly):
+    with preserve_state(assembly.model, state, evaluates=False), trial_context(assembly):
         (ids, batch, wholes), warnings = samples.find(assembly, attempt_all)
         assembly.warnings.extend(warnings)
         for update, whole in zip(assembly.updates, wholes, strict=True):
             _check_kind(update.name, whole)
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
-                joins = gathers[update.name] and _check_joined(assembly, update.name)
+                joins = trials.gathers[update.name] and _check_joined(assembly, update.name)
                 check_splittable(
                     update.name, whole, assembly.task.counts is not None, joins_ranks=joins
                 )
@@ -117,18 +89,23 @@ def check(assembly: Assembly) -> list[str]:
                     "is not checked: the loss declares additive=False"
                 )
                 continue
-            assembly.warnings.extend(
-                _check_sums(
-                    assembly, update.name, partial(attempt, update), read, batch, ids, splits=splits
-                )
+            found = _check_sums(
+                assembly,
+                update.name,
+                partial(trials.attempt, update),
+                read,
+                batch,
+                ids,
+                splits=splits,
+                evaluates=update.name not in trials.training_only,
             )
-    with preserve_state(assembly.model, state, evaluates=False), trial_context(assembly):
+            assembly.warnings.extend(found)
         for update, whole in zip(assembly.updates, wholes, strict=True):
-            if whole.additive and can_try(assembly):
+            if whole.additive and update.name not in trials.training_only and can_try(assembly):
                 found = _check_in_training_mode(
                     assembly,
                     f"{update.name} in training mode",
-                    partial(attempt, update, trains=True),
+                    partial(trials.attempt, update, trains=True),
                     read,
                     whole,
                     (ids, batch),
@@ -136,9 +113,11 @@ def check(assembly: Assembly) -> list[str]:
                 )
                 assembly.warnings.extend(found)
         if splits:
-            assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
+            assembly.warnings.extend(
+                between_microbatches.check(assembly, batch, len(ids), trials.training_only)
+            )
     assembly.told.extend(_describe_rewritten(assembly))
-    if writes[0] and in_place.share_memory(batch, source):
+    if trials.writes and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with trial_context(assembly):
         notes += _check_gradients(assembly, wholes, batch, len(ids))
@@ -316,24 +295,6 @@ def _check_counts(
             )
 
 
-def _try_loss(name: str, loss: Any, model: Any, batch: Batch, what: str) -> Loss:
-    try:
-        made = loss(model, batch)
-    except SurefootError:
-        raise
-    except (Exception, SystemExit) as error:
-        from surefoot.components.memory.caches import HINT as CACHE_HINT
-        from surefoot.components.memory.caches import is_of_repeated_pass
-
-        hint = CACHE_HINT if is_of_repeated_pass(error) else "run with --traceback to see where"
-        hint = PARTS_HINT if "DTensor" in str(error) else hint
-        raise TaskError(
-            f"a trial of update {name} on {what} before the run failed: {describe(error)}",
-            hint=hint,
-        ) from error
-    return as_loss(made, f"update {name}")
-
-
 def _check_kind(name: str, loss: Loss) -> None:
     if not loss.terms:
         raise TaskError(
@@ -376,14 +337,16 @@ def _check_gradients(
                 preserve_state(assembly.model, assembly.task.state, evaluates=False),
                 torch.enable_grad(),
             ):
-                loss = _try_loss(
-                    update.name, update.loss, assembly.model, copy_of(batch), "a part of a batch"
+                loss = (
+                    samples.try_loss(update, assembly, copy_of(batch), "a batch", evaluates=False)
+                    or whole
                 )
         if samples.is_constant(loss):
             raise TaskError(
                 f"the loss of update {update.name} has no gradient: the total of its term "
                 f"{loss.terms[0].name} is a constant",
-                hint="compute it from the model's output, without detach() or item()",
+                hint="compute it from the model's output, without detach() or item(); if the "
+                "model computes a loss in training mode only, return None from loss in evaluation",
             )
         notes += [
             f"the term {term.name} of update {update.name} has no gradient on the {num_samples} "
@@ -407,6 +370,7 @@ def _check_sums(
     ids: np.ndarray,
     *,
     splits: bool,
+    evaluates: bool = True,
 ) -> list[str]:
     """Compare the loss of a batch with the losses of its halves; return warnings.
 
@@ -446,7 +410,7 @@ def _check_sums(
         halves,
         is_same=is_same,
         is_split=splits and is_certain and not is_whole_batches,
-        norms_batches=_norms_batches(assembly.model),
+        norms_batches=_norms_batches(assembly.model, evaluates=evaluates),
     )
 
 
@@ -478,6 +442,9 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     return True
 
 
-def _norms_batches(model: nn.Module) -> bool:
-    """Return whether a norm of the model mixes the samples of a batch even in evaluation mode."""
-    return any(each.running_mean is None for each in find_batch_norms(model).values())
+def _norms_batches(model: nn.Module, *, evaluates: bool) -> bool:
+    """Return whether a norm of the model mixes the samples of a batch where the loss is tried."""
+    return any(
+        each.running_mean is None or (each.training and not evaluates)
+        for each in find_batch_norms(model).values()
+    )

@@ -261,11 +261,13 @@ def _report(
 
 def is_equal(one: Loss, other: Loss) -> bool:
     """Return whether two losses have the same terms, except for rounding."""
-    rows = [
+    mine, theirs = (
         [(float(term.total.detach()), float(term.count)) for term in each.terms]
         for each in (one, other)
-    ]
-    return len(rows[0]) == len(rows[1]) and np.allclose(*rows, rtol=SAME, atol=0.0, equal_nan=True)
+    )
+    return len(mine) == len(theirs) and np.allclose(
+        mine, theirs, rtol=SAME, atol=0.0, equal_nan=True
+    )
 
 
 def _try_seeds(attempt: Try, batches: Sequence[Batch], seeds: range) -> list[list[LossTrial]]:

@@ -72,9 +72,14 @@ def _relative_difference(
 ) -> float | None:
     """Return how much the gradients of `whole` and `parts` differ, relative to that of `whole`.
 
-    The result is None if the gradient of `whole` is zero or the difference is not finite.
+    The result is None if the gradient of `whole` is zero, if the difference is not finite, or if
+    the model computes its loss in training mode only.
     """
-    one, other = (_gradient(assembly, update, batches) for batches in (whole, parts))
+    try:
+        one, other = (_gradient(assembly, update, batches) for batches in (whole, parts))
+    # an error that steps have too is reported there
+    except Exception:  # noqa: BLE001
+        return None
     size = math.sqrt(sum(float(each.square().sum()) for each in one))
     apart = math.sqrt(
         sum(float((mine - theirs).square().sum()) for mine, theirs in zip(one, other, strict=True))

@@ -1,4 +1,4 @@
-"""Choice of the samples on which the loss is tried before the run."""
+"""Trials of the losses before the run, and the choice of the samples for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data import in_place
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.in_place import find_arrays
-from surefoot.contract.task import Batch, Loss
-from surefoot.core.errors import TaskError
+from surefoot.components.data.sources.iterated import copy_of
+from surefoot.contract.task import Batch, Loss, as_loss
+from surefoot.core.errors import SurefootError, TaskError
+from surefoot.runtime.attributes.rewritten import watch_weights
+from surefoot.runtime.comm.gathered import Gathering
+from surefoot.train import environment
 from surefoot.train.assemble import Assembly
+from surefoot.train.failure.blame import describe
+from surefoot.train.preflight import halves as halving
+from surefoot.train.preflight.training_mode import trial_in_training_mode
+from surefoot.train.quiet import preserve_state, read_streams
+from surefoot.train.step import LiveUpdate
 
 NUM_SAMPLES = 8
 NUM_SOUGHT = 64  # steps, spread over the epoch, that are searched for items that count
+
+PARTS_HINT = (
+    "stages 2 and 3 gather weights when the whole model is called: call model(...), "
+    "not its submodules, or set layout.zero_stage = 1"
+)
 
 
 class SampleLosses(NamedTuple):
@@ -25,6 +40,84 @@ class SampleLosses(NamedTuple):
     ids: np.ndarray
     batch: Batch
     losses: list[Loss]
+
+
+class Trials:
+    """Losses of an assembled run, computed on trial batches without side effects.
+
+    `writes` is whether a loss wrote into its batch, `gathers` whether the loss of an update called
+    all_gather; `training_only` names the updates whose loss the model gives in training mode only.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.assembly, self.writes = assembly, False
+        self.gathers: dict[str, bool] = {}
+        self.training_only = set[str]()
+
+    def attempt(
+        self,
+        update: LiveUpdate,
+        batch: Batch,
+        seed: int = 0,
+        what: str = "a part of a batch",
+        *,
+        trains: bool = False,
+    ) -> halving.LossTrial:
+        """Compute the loss of an update; with `trains`, in training mode without its draws."""
+        assembly = self.assembly
+        evaluates = not trains and update.name not in self.training_only
+        tried = copy_of(batch)  # a loss that writes into its batch must not change the data
+        versions = in_place.Versions(tried)
+        # a loss may compute gradients, for example for a gradient penalty
+        with (
+            watch_weights(assembly.model),
+            trial_in_training_mode(assembly)
+            if trains
+            else preserve_state(assembly.model, assembly.task.state, evaluates=evaluates),
+            torch.enable_grad(),
+        ):
+            environment.set_seeds(seed)
+            before = read_streams()
+            with Gathering() as gathered:
+                loss = try_loss(update, assembly, tried, what, evaluates=evaluates)
+            draws = read_streams() != before
+        if loss is None:
+            self.training_only.add(update.name)
+            try:
+                return self.attempt(update, batch, seed, what)
+            except TaskError:  # a larger batch may succeed in evaluation mode
+                self.training_only.remove(update.name)
+                raise
+        self.writes |= versions.have_changed()
+        self.gathers[update.name] = gathered.was_used
+        return halving.LossTrial(loss, draws, gathered.was_used)
+
+
+def try_loss(
+    update: LiveUpdate, assembly: Assembly, batch: Batch, what: str, *, evaluates: bool
+) -> Loss | None:
+    """Return the loss of an update; None if the model computes it in training mode only.
+
+    No evaluation computes the loss of an `Update` of the task, so that one may fail there.
+    """
+    name = update.name
+    try:
+        made = update.loss(assembly.model, batch)
+    except SurefootError:
+        raise
+    except (Exception, SystemExit) as error:
+        if evaluates and assembly.task.updates is not None:
+            return None
+        from surefoot.components.memory.caches import HINT as CACHE_HINT
+        from surefoot.components.memory.caches import is_of_repeated_pass
+
+        hint = CACHE_HINT if is_of_repeated_pass(error) else "run with --traceback to see where"
+        hint = PARTS_HINT if "DTensor" in str(error) else hint
+        raise TaskError(
+            f"a trial of update {name} on {what} before the run failed: {describe(error)}",
+            hint=hint,
+        ) from error
+    return None if made is None and evaluates else as_loss(made, f"update {name}")
 
 
 def find(
