@@ -149,7 +149,6 @@ class Forgotten(Detection):
     ("task", "message", "hint"),
     [
         (Raises, "has no attribute 'values'", "return None from loss in evaluation"),
-        (Constant, "has no gradient", "return None from loss in evaluation"),
         (Bare, "is None, and the task has no metrics", "metrics(output, batch)"),
         (Forgotten, "must be a Loss; got a NoneType", "return Loss.sum"),
     ],
@@ -165,6 +164,12 @@ def test_a_refusal_leads_to_a_loss_in_training_only(
     assert message in caught.value.message
     assert hint in (caught.value.hint or "")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_constant_in_evaluation_is_tried_in_training_mode(tmp_path: Path) -> None:
+    with Run(detection_spec(), Constant(), folder=tmp_path / "run", quiet=True) as run:
+        drive(run)
+    assert run.outcome == "finished"
 
 
 def test_the_loss_cannot_be_the_score(tmp_path: Path) -> None:

@@ -81,13 +81,16 @@ class Trials:
             with Gathering() as gathered:
                 loss = try_loss(update, assembly, tried, what, evaluates=evaluates)
             draws = read_streams() != before
-        if loss is None:
+        if loss is None or (evaluates and is_constant(loss)):
             self.training_only.add(update.name)
             try:
-                return self.attempt(update, batch, seed, what)
+                trained = self.attempt(update, batch, seed, what)
             except TaskError:  # a larger batch may succeed in evaluation mode
                 self.training_only.remove(update.name)
                 raise
+            if loss is None or not is_constant(trained.loss):
+                return trained
+            self.training_only.remove(update.name)
         self.writes |= versions.have_changed()
         self.gathers[update.name] = gathered.was_used
         return halving.LossTrial(loss, draws, gathered.was_used)
