@@ -232,6 +232,20 @@ def test_a_resumed_run_trains_on_the_batches_of_an_unbroken_one(kind: str, tmp_p
         assert found.num_samples == EPOCHS * SAMPLES
 
 
+@pytest.mark.quick("shuffled by a generator")
+@pytest.mark.parametrize(
+    "kind",
+    ["shuffled by a generator", "a batch sampler", "weighted", "with a generator of its own"],
+)
+def test_a_run_that_resumes_at_the_end_of_an_epoch_reads_the_next_one(
+    kind: str, tmp_path: Path
+) -> None:
+    make = LOADERS[kind]
+    size = len(make())
+    unbroken = train(tmp_path / "whole", Task(make()), 3 * size, every=UNSAVED)
+    assert resumed(tmp_path / "stopped", make, 3 * size, size + 1, 2 * size + 1) == unbroken
+
+
 @pytest.mark.quick("shuffled", "by epoch", "workers that stay")
 @pytest.mark.parametrize("kind", ["shuffled", "distributed", "by epoch", "workers that stay"])
 def test_each_epoch_has_an_order_of_its_own(kind: str, tmp_path: Path) -> None:

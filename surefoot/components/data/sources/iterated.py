@@ -385,7 +385,8 @@ class Iterated:
         If so, reading continues in it, since a restarted epoch may have a different order.
         """
         mine = self._pass
-        if mine is None or self._first is None or mine.epoch != saved.epoch:
+        is_over = saved.seen.count == len(self)  # a sampler can draw again at the end of an epoch
+        if mine is None or self._first is None or mine.epoch != saved.epoch or is_over:
             return False
         return sign_state(mine.generators) == sign_state(saved.generators)
 
