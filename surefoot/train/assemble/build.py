@@ -144,6 +144,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         *describe_unshared(unshared, group),
         *describe_cudnn(spec, device.type),
         *describe_short_batch(feed),
+        *(feed.source.describe_workers() if isinstance(feed.source, Iterated) else ()),
     ]
     if spec.compile.what != "none":
         from surefoot.train.record.compiling import describe_mode

@@ -101,7 +101,7 @@ class LoopKeeper:
         self._content_before: str | None = None  # from the resumed checkpoint
         self._pass_random: Mapping[str, Any] = {}
         self._last_random: Mapping[str, Any] = {}  # of the previous epoch
-        self._sampler: Any = None  # see ObservedLoader.sampler_start
+        self._starts_workers: bool | None = None  # of the resumed epoch, see ObservedLoader
         # the states of the loader's generators when the checkpoint was saved
         self._own_now: Mapping[str, Any] = {}
         self._before: PassDigest | None = None  # of the resumed epoch, as saved
@@ -145,7 +145,9 @@ class LoopKeeper:
             self._check_kinds(found.step, dict(loop.get("kinds", {})))
             self._inner.restore(loop.get("inner_optimizers", {}))
             self.unfrozen = self._set_trained(dict(loop.get("trains", {})))
-            self._last_random, self._sampler = loop.get("last_random", {}), loop.get("sampler")
+            self._last_random = loop.get("last_random", {})
+            self._starts_workers = loop.get("starts_workers", self.pass_number == 0)
+            self._watched.worker_seed = loop.get("worker_seed", torch.Generator().get_state())
             self._own_now = name_states(loop.get("own_now") or self._pass_random.get("own", ()))
             self._content_before, self._saved_reads = loop.get("content"), loop.get("reads")
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
@@ -254,9 +256,9 @@ class LoopKeeper:
                 self._restore_generators(own)
             return itertools.chain(held, batches)
         self._restore(self._pass_random)
-        self._watched.start_sampler_at(self._sampler)
         self._stream_states = ReadStates(self._saved_reads, self.position)
-        batches, self.seen, position = self._iterate(), PassDigest(), self.position
+        batches = self._iterate(starts_workers=self._starts_workers)
+        self.seen, position = PassDigest(), self.position
         self.position, draws = 0, False
         # batches that steps have consumed are read again and dropped
         for number in range(position - len(in_hand)):
@@ -271,10 +273,12 @@ class LoopKeeper:
         if self._before is not None and self._before.count == position:
             # data that draw from the global generators depend on the draws of the loop in between
             knows_draws = self._draws_late and self._stream_states.is_complete
-            self.difference = self.seen.compare(
-                self._before,
-                knows_samples=self._watched.knows_samples,
-                values=knows_draws or not draws,
+            self.difference = self._watched.explain(
+                self.seen.compare(
+                    self._before,
+                    knows_samples=self._watched.knows_samples,
+                    values=knows_draws or not draws,
+                )
             )
         if draws and self._stream_states.is_over_limit:
             self.difference = self.difference or describe_too_many()
@@ -301,9 +305,8 @@ class LoopKeeper:
     # between the batches read again for the resume and those read before
     difference: ReadingDifference | None = None
 
-    def _iterate(self) -> Iterator[Any]:
-        self._watched.before_iteration(is_first=self.pass_number == 0)
-        batches = self._watched.iterate()
+    def _iterate(self, *, starts_workers: bool | None = None) -> Iterator[Any]:
+        batches = self._watched.iterate(starts_workers=starts_workers)
         return self._stream_states.watch(batches) if self._draws_late else batches
 
     def take(self, batch: Any) -> tuple[int, ...]:
@@ -347,10 +350,10 @@ class LoopKeeper:
         ):
             return
         self._restore(self._last_random)
-        for batch in self._watched.iterate():
+        for batch in self._watched.iterate(starts_workers=self._starts_workers):
             seen = PassDigest()
             self._watched.record(batch, seen)
-            self.difference = seen.compare_first(self._before)
+            self.difference = self._watched.explain(seen.compare_first(self._before))
             self._watched.begin_pass()
             return
 
@@ -463,7 +466,8 @@ class LoopKeeper:
             "is_between": self._is_between,
             "pass_random": self._pass_random,
             "last_random": self._last_random,
-            "sampler": self._watched.sampler_start(),
+            "starts_workers": self._watched.starts_workers,
+            "worker_seed": self._watched.worker_seed,
             "seen": self.seen.as_state(),
             "reads": self._stream_states.as_state(),
             "content": self._content,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from surefoot.components.data.feed import count_batches, size_of
@@ -26,6 +25,10 @@ from surefoot.core.errors import DataError, OtherDataError
 from surefoot.runtime.attributes.generators import sign_state
 
 KEPT_STATES, KEPT_SIZES = 16, 1024
+LASTING_NOTE = (
+    "the DataLoader has persistent_workers: after a restart, random numbers that are drawn in "
+    "workers differ from the second epoch on; for the same numbers, set persistent_workers=False"
+)
 NOTHING = object()
 Streams = Callable[[int], AbstractContextManager[None]]
 
@@ -43,9 +46,9 @@ class _EpochState:
     """State at the start of an epoch, and digests of the batches that were read in it."""
 
     epoch: int = 0
-    # states of the data's generators, see Watched.generators
+    # states of the data's generators, see ObservedLoader.generators
     generators: Mapping[str, Any] = field(default_factory=dict)
-    sampler: list[Tensor] | None = None  # see Watched.sampler_start
+    starts_workers: bool | None = None  # see ObservedLoader; None before the first batch
     state: Any = None  # of the iterable, before the first batch
     seen: PassDigest = field(default_factory=PassDigest)
 
@@ -53,7 +56,7 @@ class _EpochState:
         own = {
             "epoch": self.epoch,
             "generators": self.generators,
-            "sampler": self.sampler,
+            "starts_workers": self.starts_workers,
             "state": self.state,
         }
         return {**own, "seen": self.seen.as_state()}
@@ -62,11 +65,14 @@ class _EpochState:
     def from_state(cls, held: Mapping[str, Any]) -> _EpochState:
         from surefoot.components.data.sources.watched import name_states
 
-        own = {
-            "generators": name_states(held["generators"]),
-            "seen": PassDigest.from_state(held["seen"]),
-        }
-        return cls(**{**held, **own})
+        epoch = int(held["epoch"])
+        return cls(
+            epoch,
+            name_states(held["generators"]),
+            held.get("starts_workers", epoch == 0),  # an older version did not save it
+            held["state"],
+            PassDigest.from_state(held["seen"]),
+        )
 
 
 class Iterated:
@@ -176,6 +182,10 @@ class Iterated:
             f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
         )
 
+    def describe_workers(self) -> list[str]:
+        """Return a note if a resumed run cannot repeat the random numbers drawn in workers."""
+        return [LASTING_NOTE] if self._watched.has_lasting_workers else []
+
     def close(self) -> None:
         """End the workers of a DataLoader, if it has any.
 
@@ -222,7 +232,6 @@ class Iterated:
         self._next, known = self._iterate_from_known_state(epoch, number)
         if self._pass is not None and self._pass.epoch == epoch:
             self._watched.restore_generators(self._pass.generators)
-            self._watched.start_sampler_at(self._pass.sampler)
             self._pass.seen = self._pass.seen if self._next else PassDigest()
         else:
             self._pass = _EpochState(epoch, self._watched.generator_states())
@@ -261,8 +270,8 @@ class Iterated:
         if self._iterator is None:
             if self._has_state and self._next == 0:
                 self._pass.state = self._take_state()
-            self._watched.before_iteration(is_first=self._pass.epoch == 0)
-            self._iterator = self._watched.iterate()
+            self._iterator = self._watched.iterate(starts_workers=self._pass.starts_workers)
+            self._pass.starts_workers = self._watched.starts_workers
         batch = next(self._iterator, NOTHING)
         if batch is NOTHING:
             self._iterator = None
@@ -274,8 +283,6 @@ class Iterated:
             raise DataError(
                 f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint
             )
-        if self._next == 0:
-            self._pass.sampler = self._watched.sampler_start()
         self._row = BatchRead(
             self._pass.epoch, self._next, self._watched.record(batch, self._pass.seen)
         )
@@ -337,13 +344,18 @@ class Iterated:
         It has the start of this epoch, digests of its batches, and recent states of the iterable.
         """
         current = {} if self._pass is None else {"pass": self._pass.as_state()}
-        now = self._watched.generator_states()
-        return {"states": [list(each) for each in self._states], "generators": now, **current}
+        return {
+            "states": [list(each) for each in self._states],
+            "generators": self._watched.generator_states(),
+            "worker_seed": self._watched.worker_seed,
+            **current,
+        }
 
     def load_state_dict(self, held: Mapping[str, Any]) -> None:
         from surefoot.components.data.sources.watched import name_states
 
         current = held.get("pass")
+        self._watched.worker_seed = held.get("worker_seed", self._watched.worker_seed)
         is_new = self._first is not None and current is None and not held["states"]
         is_same = (
             self._pass is not None
@@ -433,6 +445,7 @@ class Iterated:
                 )
         elif number == 0 and expected.epoch == epoch - 1 and expected.seen.count:
             found = self._compare_first(expected, streams_of(expected.epoch))
+        found = self._watched.explain(found)
         if found is None:
             return
         if not found.same_samples:
@@ -452,7 +465,8 @@ class Iterated:
             with streams(0), self.keep_generators():
                 self._watched.restore_generators(expected.generators)
                 self._watched.set_epoch(expected.epoch)
-                batch = next(self._watched.iterate(), NOTHING)
+                batches = self._watched.iterate(starts_workers=expected.starts_workers)
+                batch = next(batches, NOTHING)
             if batch is NOTHING:
                 return None
             seen = PassDigest()

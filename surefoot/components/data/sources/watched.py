@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import itertools
 import operator
 import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from surefoot.components.data.sources.batch_digest import PassDigest
+from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
 from surefoot.contract.loop_ledger import MAX_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
 from surefoot.runtime.attributes.generators import (
@@ -40,21 +43,32 @@ TORCH_SAMPLERS = (
     WeightedRandomSampler,
 )
 OF_LOADER = "loader"  # name of the generators of a loader and its samplers
+LASTING_HINT = (
+    "the DataLoader has persistent_workers: after a restart, new workers draw other random numbers "
+    "than those of the previous attempt would have drawn; for the same values, set "
+    "persistent_workers=False"
+)
 
 
 class ObservedLoader:
     """Wrapper of the user's loader that records which samples are in each batch.
 
     Iterate over `data` for the batches, and call `take` for the sample indices of each batch. The
-    indices are known for a plain DataLoader of a map-style dataset. They are not known for a loader
-    of a different class, one that already has persistent workers, or one that returns batches out
-    of order.
+    indices are known for a DataLoader of a map-style dataset, also of a subclass that only has a
+    constructor. They are not known for a loader of a different class, one that already has
+    persistent workers, or one that returns batches out of order.
+
+    Persistent workers draw their seed once, in the epoch that starts them. `starts_workers` is True
+    if the current epoch is that epoch. `worker_seed` is the state of the generator from which the
+    seed was drawn. Both are saved, because a restarted run starts its workers in another epoch.
     """
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.promise = data, LoopGuarantee(digests=True)
         self._drawn: deque[Any] = deque()
         self.num_drawn: int | None = None  # samples of the batch recorded last, if known
+        self.starts_workers = False
+        self.worker_seed: Tensor | None = None
         self._sampler: _Recorder | None = None
         batch_sampler = getattr(data, "batch_sampler", None)
         self._order_is_torchs = (
@@ -84,6 +98,12 @@ class ObservedLoader:
     def has_lasting_workers(self) -> bool:
         return bool(getattr(self.data, "persistent_workers", False))
 
+    def explain(self, found: ReadingDifference | None) -> ReadingDifference | None:
+        """Return `found`, with a hint on persistent workers if they may have changed the values."""
+        if found is None or not found.same_samples or not self.has_lasting_workers:
+            return found
+        return found._replace(hint=LASTING_HINT)
+
     def begin_pass(self) -> None:
         self._drawn.clear()
 
@@ -104,17 +124,57 @@ class ObservedLoader:
         """
         samples = self.take() if self.knows_samples else None
         self.num_drawn = len(samples or ()) or None
-        # workers started after a restart draw a different augmentation: do not hash contents
-        digest = seen.add(batch, samples, spots=not self.has_lasting_workers)
+        digest = seen.add(batch, samples)
         return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
 
-    def iterate(self) -> Iterator[Any]:
-        """Return an iterator over the batches.
+    def iterate(self, *, starts_workers: bool | None = None) -> Iterator[Any]:
+        """Return an iterator over the batches of an epoch.
 
-        If this process is forked, the child process does not end the workers of the iterator.
+        For an epoch that is read again, `starts_workers` is what the attribute was in its first
+        reading. Its order is then the same, whether or not the workers exist already. If this
+        process is forked, the child process does not end the workers of the iterator.
         """
+        loader = self._find_lasting_loader()
+        if loader is None:
+            return self._iterate()
+        are_new = loader._iterator is None
+        self.starts_workers = (
+            are_new and self.worker_seed is None if starts_workers is None else starts_workers
+        )
+        if self.starts_workers and self.worker_seed is None:
+            self.worker_seed = (loader.generator or torch.default_generator).get_state()
+        if self.starts_workers and not are_new:
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # as DataLoader
+        if are_new and not self.starts_workers:
+            return self._iterate_with_new_workers(loader)
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
         iterator = iter(self.data)
         never_end_in_children(iterator)
+        return iterator
+
+    def _find_lasting_loader(self) -> DataLoader[Any] | None:
+        """Return the DataLoader that keeps its workers, which Accelerate wraps; None without.
+
+        A loader with `load_state_dict` restores the seed of its workers itself.
+        """
+        loader = getattr(self.data, "base_dataloader", self.data)
+        keeps = isinstance(loader, DataLoader) and loader.persistent_workers
+        return loader if keeps and not hasattr(loader, "load_state_dict") else None
+
+    def _iterate_with_new_workers(self, loader: DataLoader[Any]) -> Iterator[Any]:
+        """Return an iterator whose workers take their seed from `worker_seed`.
+
+        The generator from which the order is drawn stays where it is, as with existing workers.
+        """
+        apart = torch.Generator()
+        if self.worker_seed is not None:
+            apart.set_state(self.worker_seed)
+        with _lend(loader, apart):
+            iterator = self._iterate()
+        if loader._iterator is None:  # `__iter__` of a subclass is a generator function
+            return _start_late(iterator, loader, apart)
         return iterator
 
     def close(self) -> None:
@@ -177,44 +237,6 @@ class ObservedLoader:
             if name in states:
                 restore_generator(generator, states[name])
 
-    def sampler_start(self) -> list[Tensor] | None:
-        """Return the generator states with which the sampler started this epoch.
-
-        Returns None unless the workers are persistent, because the states then follow from those at
-        the start of the epoch. Persistent workers draw their seed only once. After a restart of the
-        run, however, new workers draw one in the middle of the run.
-        """
-        return (
-            self._sampler.started
-            if self._sampler is not None and self.has_lasting_workers
-            else None
-        )
-
-    def start_sampler_at(self, states: Sequence[Tensor] | None) -> None:
-        """Make the sampler start its next epoch with the generator states `states`.
-
-        Numbers that are drawn before then do not change the order.
-        """
-        if self._sampler is not None:
-            self._sampler.start_at = states
-
-    def before_iteration(self, *, is_first: bool) -> None:
-        """Prepare for `iter(data)`.
-
-        Persistent workers draw their seed before the first epoch. After a restart of the run, they
-        draw it later; this draw must not change the order of the samples.
-        """
-        sampler = self._sampler
-        if (
-            sampler is not None
-            and self.has_lasting_workers
-            and not is_first
-            and self.data._iterator is None  # type: ignore[attr-defined]
-        ):
-            sampler.start_at = sampler.start_at or [
-                generator.get_state() for generator in sampler.generators()
-            ]
-
     def set_epoch(self, epoch: int) -> None:
         """Call `set_epoch` of the loader, or if it has none, of its samplers and its dataset.
 
@@ -257,12 +279,41 @@ def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
 
 def _can_be_watched(data: Any) -> bool:
     return (
-        type(data) is DataLoader
+        isinstance(data, DataLoader)
+        and _only_constructs(type(data))
         and data.batch_sampler is not None
         and not isinstance(data.dataset, IterableDataset)
         and data._iterator is None  # otherwise its workers would be started twice
         and getattr(data, "in_order", True)
     )
+
+
+def _only_constructs(kind: type) -> bool:
+    """Return whether a subclass of DataLoader, as PyG's, has no method but its constructor."""
+    return not any(
+        isinstance(each, FunctionType | property) and name != "__init__"
+        for base in kind.__mro__[: kind.__mro__.index(DataLoader)]
+        for name, each in vars(base).items()
+    )
+
+
+@contextlib.contextmanager
+def _lend(loader: DataLoader[Any], generator: torch.Generator) -> Iterator[None]:
+    """Let a loader draw from `generator` in the block; its samplers keep their own."""
+    own, loader.generator = loader.generator, generator
+    try:
+        yield
+    finally:
+        loader.generator = own
+
+
+def _start_late(
+    iterator: Iterator[Any], loader: DataLoader[Any], generator: torch.Generator
+) -> Iterator[Any]:
+    with _lend(loader, generator):
+        first = list(itertools.islice(iterator, 1))
+    yield from first
+    yield from iterator
 
 
 def _find_sampler_guarantee(data: Any) -> LoopGuarantee:
@@ -286,32 +337,12 @@ class _Recorder:
 
     def __init__(self, inner: Any, drawn: deque[Any]) -> None:
         self._inner, self._drawn = inner, drawn
-        self.started: list[Tensor] | None = None
-        self.start_at: Sequence[Tensor] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        generators = self.generators()
-        if self.start_at is not None:
-            for generator, state in zip(generators, self.start_at, strict=False):
-                generator.set_state(state)
-            self.start_at = None
-        self.started = [generator.get_state() for generator in generators]
         for given in self._inner:
             ids = list(given) if isinstance(given, Iterator) else given  # it can be read only once
             self._drawn.append(ids)
             yield ids
-
-    def generators(self) -> list[torch.Generator]:
-        own = (
-            getattr(self._inner, "generator", None),
-            getattr(getattr(self._inner, "sampler", None), "generator", None),
-        )
-        unique = {
-            id(each): each
-            for each in (torch.default_generator, *own)
-            if isinstance(each, torch.Generator)
-        }
-        return list(unique.values())
 
     def __len__(self) -> int:
         return len(self._inner)
