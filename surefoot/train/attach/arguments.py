@@ -215,7 +215,9 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     """
     if can_save_position(data):
         return "proven", "the loader saves and restores its position"
-    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+    # torch's IterableDataset inherits `__getitem__`
+    is_stream = isinstance(data, torch.utils.data.IterableDataset)
+    if not is_stream and hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return "proven", "the loader reads any batch by its index"
     if isinstance(data, Iterator):
         return "none", "an iterator is read once and cannot be rewound"

@@ -39,7 +39,8 @@ class TorchDataset:
     thread_safe = False  # the user's dataset may not be
 
     def __init__(self, dataset: Any, collate: Any = None) -> None:
-        if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
+        if is_stream or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
             raise DataError(
                 f"{type(dataset).__name__} has no length or cannot be indexed",
                 hint="wrap an iterable with Iterated",
