@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader, IterableDataset
 
 from surefoot.components.data.feed import count_batches, size_of
 from surefoot.components.data.sources.batch_digest import (
@@ -135,7 +134,7 @@ class Iterated:
         # the epoch whose batch 0 a check read before a state was loaded
         self._begun: tuple[int, PassDigest] | None = None
         self._is_loaded = False  # the iterable is not at the position of `_states`
-        self._has_told = False
+        self._has_told = False  # that the batches are not what their number says
         self.notices: list[tuple[str, str]] = []
         # called with each batch that is read
         self.on_read: Callable[[BatchRead], None] = lambda row: None
@@ -205,6 +204,8 @@ class Iterated:
             batch = self._draw()
             if self._next == len(self) and not self._is_cut:
                 self._finish()
+            elif self._is_cut and not self._has_told:
+                self._tell(self._watched.find_repeats(self._next, len(self)))
         self._first = (self._row, copy_of(batch)) if keep and number == 0 else None
         self.on_read(self._row)
         return batch
@@ -278,7 +279,8 @@ class Iterated:
             hint = (
                 "give the right num_batches"
                 if self._is_cut
-                else f"len() of the {type(self._iterable).__name__} must be its number of batches"
+                else f"len() of the {type(self._iterable).__name__} must be its number of batches; "
+                "or give Iterated(iterable, num_batches=...)"
             )
             raise DataError(
                 f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint
@@ -299,42 +301,17 @@ class Iterated:
         return copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
 
     def _finish(self) -> None:
-        """Run the iterable to its end, as a `for` loop would, and report a surplus batch."""
-        assert self._pass is not None
-        extra = NOTHING
-        # an error after the last batch does not concern the epoch
-        with contextlib.suppress(Exception):
-            extra = next(self._iterator, NOTHING) if self._iterator is not None else NOTHING
-        self._iterator = None
-        if extra is not NOTHING and not self._has_told:
-            self._has_told = True
-            self.notices.append(self._describe_surplus())
-        if self._has_state:
+        """Run the iterable to its end, as a `for` loop would, and report surplus batches, once."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and not self._has_told:
+            self._tell(self._watched.run_to_end(iterator, len(self)))
+        if self._has_state and self._pass is not None:
             self._states.append((self._pass.epoch + 1, 0, self._take_state()))
 
-    def _describe_surplus(self) -> tuple[str, str]:
-        data = self._iterable
-        what = (
-            f"the {type(data).__name__} returns more batches than its length, "
-            f"{self._num_batches:,}, and each epoch ends there"
-        )
-        if (
-            isinstance(data, DataLoader)
-            and isinstance(data.dataset, IterableDataset)
-            and data.num_workers > 1
-        ):
-            name = type(data.dataset).__name__
-            return (
-                (
-                    f"{what}: each of its {data.num_workers} workers reads all of {name}, "
-                    "so that some samples are read twice and others never"
-                ),
-                (
-                    "divide the samples among workers with torch.utils.data.get_worker_info(), "
-                    "or set num_workers = 1"
-                ),
-            )
-        return what, "give the right length, or Iterated(iterable, num_batches=...)"
+    def _tell(self, notice: tuple[str, str] | None) -> None:
+        if notice is not None:
+            self._has_told = True
+            self.notices.append(notice)
 
     # ---- resuming
 

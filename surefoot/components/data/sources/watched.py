@@ -8,7 +8,7 @@ import itertools
 import operator
 import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -48,6 +48,10 @@ LASTING_HINT = (
     "than those of the previous attempt would have drawn; for the same values, set "
     "persistent_workers=False"
 )
+DIVIDE_HINT = (
+    "divide the samples among workers with torch.utils.data.get_worker_info(), or set "
+    "num_workers = 1"
+)
 
 
 class ObservedLoader:
@@ -67,6 +71,11 @@ class ObservedLoader:
         self.data, self.promise = data, LoopGuarantee(digests=True)
         self._drawn: deque[Any] = deque()
         self.num_drawn: int | None = None  # samples of the batch recorded last, if known
+        # workers that read the same stream, and digests of the first two batches of each
+        self._num_readers = _count_readers(data)
+        self._heads: list[bytes] = []
+        # an iterator that the stream keeps, and the batch that it returned beyond the length
+        self._left: tuple[Iterator[Any], Any] | None = None
         self.starts_workers = False
         self.worker_seed: Tensor | None = None
         self._sampler: _Recorder | None = None
@@ -106,6 +115,7 @@ class ObservedLoader:
 
     def begin_pass(self) -> None:
         self._drawn.clear()
+        self._heads.clear()
 
     def take(self) -> tuple[Any, ...]:
         """Return the sample indices of the next batch; () if they are unknown.
@@ -125,6 +135,8 @@ class ObservedLoader:
         samples = self.take() if self.knows_samples else None
         self.num_drawn = len(samples or ()) or None
         digest = seen.add(batch, samples)
+        if len(self._heads) < 2 * self._num_readers:
+            self._heads.append(digest)
         return struct.unpack("<4I", digest) if samples is None else as_ids(samples)
 
     def iterate(self, *, starts_workers: bool | None = None) -> Iterator[Any]:
@@ -150,9 +162,10 @@ class ObservedLoader:
         return self._iterate()
 
     def _iterate(self) -> Iterator[Any]:
-        iterator = iter(self.data)
+        iterator, (kept, *surplus) = iter(self.data), self._left or (None,)
+        self._left = None
         never_end_in_children(iterator)
-        return iterator
+        return itertools.chain(surplus, iterator) if iterator is kept else iterator
 
     def _find_lasting_loader(self) -> DataLoader[Any] | None:
         """Return the DataLoader that keeps its workers, which Accelerate wraps; None without.
@@ -185,6 +198,94 @@ class ObservedLoader:
         """
         if self._sampler is not None:
             vars(self.data)["_iterator"] = None
+
+    # ---- number of batches
+
+    def find_repeats(self, number: int, length: int) -> tuple[str, str] | None:
+        """Return a notice if each worker reads all of a stream; None before it can be known.
+
+        It is known after `number` batches if these are two batches of each worker, or all of the
+        `length` batches of an epoch.
+        """
+        if number != min(2 * self._num_readers, length) or not self._reads_all():
+            return None
+        what = (
+            f"the first {self._num_readers} batches of the {type(self.data).__name__} are "
+            f"identical: each of its workers seems to read all of {self._name_stream()}, so that "
+            "its samples are read more than once"
+        )
+        return what, DIVIDE_HINT
+
+    def _reads_all(self) -> bool:
+        """Return whether the workers, which return batches in turn, all return the same ones."""
+        turns = [
+            self._heads[at : at + self._num_readers]
+            for at in range(0, len(self._heads), self._num_readers or 1)
+        ]
+        are_equal = all(len(set(turn)) == 1 for turn in turns)
+        return 1 < self._num_readers <= len(self._heads) and (
+            are_equal and len(set(self._heads)) == len(turns)
+        )
+
+    def _name_stream(self) -> str:
+        return type(self.data.dataset).__name__  # type: ignore[attr-defined]
+
+    def run_to_end(self, iterator: Iterator[Any], length: int) -> tuple[str, str] | None:
+        """Run an iterator to its end; return a notice if it has more than `length` batches.
+
+        If a stream of this process keeps its position, the surplus batch is put back.
+        """
+        restore = self._keep_position(iterator)
+        surplus: list[Any] = []
+        # an error after the last batch does not concern the epoch
+        with contextlib.suppress(Exception):
+            # workers that divide the samples return fewer surplus batches than there are workers
+            surplus.extend(itertools.islice(iterator, max(1, self._num_readers)))
+        if not surplus:
+            return None
+        restore(surplus[0])
+        what = (
+            f"the {type(self.data).__name__} returns more batches than its length, {length:,}, and "
+            "each epoch ends there"
+        )
+        if not self._num_readers:
+            return what, "give the right length, or Iterated(iterable, num_batches=...)"
+        if self._reads_all():
+            what += (
+                f": each of its {self._num_readers} workers reads all of {self._name_stream()}, so "
+                "that some samples are read twice and others never"
+            )
+            return what, DIVIDE_HINT
+        if len(surplus) < self._num_readers:
+            total = length + len(surplus)
+            what += f": its workers return {total:,} batches, of which several can be short"
+            return what, f"to train on all of them, give Iterated(loader, num_batches={total})"
+        return what, f"{DIVIDE_HINT}; if they are divided, give Iterated(loader, num_batches=...)"
+
+    def _keep_position(self, iterator: Iterator[Any]) -> Callable[[Any], None]:
+        """Return a function that puts the next batch back, if the stream keeps its position."""
+        data = stream = self.data
+        if isinstance(data, DataLoader):
+            stream = data.dataset
+            reads_here = isinstance(stream, IterableDataset) and not data.num_workers
+            if not reads_here or hasattr(data, "state_dict"):
+                return lambda batch: None
+        attributes = dict(getattr(stream, "__dict__", {}))
+        if hasattr(data, "state_dict") and hasattr(data, "load_state_dict"):
+            # a state that cannot be read or copied is not saved either
+            with contextlib.suppress(Exception):
+                state = copy.deepcopy(data.state_dict())
+                return lambda batch: data.load_state_dict(state)
+        if any(each is iterator for each in attributes.values()):
+            return lambda batch: setattr(self, "_left", (iterator, batch))
+        generators = self.generator_states()
+
+        def restore(batch: Any) -> None:
+            if attributes:
+                vars(stream).update(attributes)
+            self.restore_generators(generators)
+
+        return restore
 
     # ---- generators that determine the order and the values
 
@@ -286,6 +387,12 @@ def _can_be_watched(data: Any) -> bool:
         and data._iterator is None  # otherwise its workers would be started twice
         and getattr(data, "in_order", True)
     )
+
+
+def _count_readers(data: Any) -> int:
+    """Return the number of workers that read the same stream; 0 for other data and one reader."""
+    is_stream = isinstance(data, DataLoader) and isinstance(data.dataset, IterableDataset)
+    return data.num_workers if is_stream and data.num_workers > 1 else 0
 
 
 def _only_constructs(kind: type) -> bool:
