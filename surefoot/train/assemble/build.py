@@ -12,7 +12,7 @@ from torch import nn
 from surefoot.components.data.feed import Feed, Share
 from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
 from surefoot.components.data.loader.bad import Sound
-from surefoot.components.data.sources.iterated import Iterated
+from surefoot.components.data.sources.iterated import Iterated, describe_workers
 from surefoot.components.metrics import Better
 from surefoot.components.optim.build import make_average
 from surefoot.components.optim.groups import freeze
@@ -144,7 +144,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         *describe_unshared(unshared, group),
         *describe_cudnn(spec, device.type),
         *describe_short_batch(feed),
-        *(feed.source.describe_workers() if isinstance(feed.source, Iterated) else ()),
+        *describe_workers(feed.source),
     ]
     if spec.compile.what != "none":
         from surefoot.train.record.compiling import describe_mode

@@ -181,10 +181,6 @@ class Iterated:
             f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
         )
 
-    def describe_workers(self) -> list[str]:
-        """Return a note if a resumed run cannot repeat the random numbers drawn in workers."""
-        return [LASTING_NOTE] if self._watched.has_lasting_workers else []
-
     def close(self) -> None:
         """End the workers of a DataLoader, if it has any.
 
@@ -471,6 +467,12 @@ def _single_id(ids: np.ndarray) -> int:
             hint="set train.batch = 1",
         )
     return int(ids[0])
+
+
+def describe_workers(source: Any) -> list[str]:
+    """Return a note if a resumed run cannot repeat the random numbers drawn in workers."""
+    is_lasting = isinstance(source, Iterated) and source._watched.has_lasting_workers
+    return [LASTING_NOTE] if is_lasting else []
 
 
 def copy_of(batch: Batch) -> Batch:

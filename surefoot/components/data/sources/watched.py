@@ -380,8 +380,7 @@ def as_ids(samples: Iterable[Any]) -> tuple[int, ...]:
 
 def _can_be_watched(data: Any) -> bool:
     return (
-        isinstance(data, DataLoader)
-        and _only_constructs(type(data))
+        _only_constructs(type(data))
         and data.batch_sampler is not None
         and not isinstance(data.dataset, IterableDataset)
         and data._iterator is None  # otherwise its workers would be started twice
@@ -396,8 +395,8 @@ def _count_readers(data: Any) -> int:
 
 
 def _only_constructs(kind: type) -> bool:
-    """Return whether a subclass of DataLoader, as PyG's, has no method but its constructor."""
-    return not any(
+    """Return whether this is DataLoader, or a subclass that only has a constructor, as PyG's."""
+    return DataLoader in kind.__mro__ and not any(
         isinstance(each, FunctionType | property) and name != "__init__"
         for base in kind.__mro__[: kind.__mro__.index(DataLoader)]
         for name, each in vars(base).items()
