@@ -8,7 +8,7 @@ statistics and gradients equal those of one process with all of these samples.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -120,41 +120,24 @@ def _spread(channels: Tensor, like: Tensor) -> Tensor:
 
 
 def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
-    """Replace every BatchNorm of `model` with a SyncNorm; return the SyncNorms.
+    """Convert every BatchNorm of `model` into a SyncNorm, in place; return the SyncNorms.
 
-    A SyncNorm takes over the parameters and buffers of the BatchNorm. Raises TaskError for a model
-    that is itself a BatchNorm, and for a subclass of BatchNorm.
+    Each stays the same object, with its parameters, buffers, hooks and attributes. Raises TaskError
+    for a model that is itself a BatchNorm, and for a BatchNorm with its own class or forward pass.
     """
     if isinstance(model, PLAIN):
         raise TaskError(
             "the model is a BatchNorm itself, which cannot be replaced from inside",
             hint="wrap it: nn.Sequential(norm)",
         )
-    made: dict[int, SyncNorm] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        if not isinstance(module, PLAIN):
-            continue
-        if type(module) not in PLAIN:
+    found = {name: module for name, module in model.named_modules() if isinstance(module, PLAIN)}
+    for name, module in found.items():
+        if type(module) not in PLAIN or "forward" in vars(module):
             raise TaskError(
                 f"{name} is a {type(module).__name__}, a BatchNorm of your own, "
                 "which would be lost",
                 hint="leave train.batchnorm out",
             )
-        if id(module) not in made:
-            made[id(module)] = _to_sync_norm(module)
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, made[id(module)])
-    return list(made.values())
-
-
-def _to_sync_norm(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> SyncNorm:
-    made = SyncNorm(
-        norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats
-    )
-    made.weight, made.bias = norm.weight, norm.bias
-    made.running_mean, made.running_var, made.num_batches_tracked = (
-        norm.running_mean,
-        norm.running_var,
-        norm.num_batches_tracked,
-    )
-    return made.train(norm.training)
+    for module in found.values():
+        module.__class__ = SyncNorm
+    return cast(list[SyncNorm], list(found.values()))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from surefoot.core.errors import SpecError, TaskError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 # GroupNorm's usual number; a group of fewer channels loses too much of a 1-D sample
 MAX_GROUPS, MIN_CHANNELS = (32, 8)
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _FORWARDS = [each.forward for each in BATCH_NORMS]
 
 
@@ -25,7 +27,9 @@ def find_batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[str]:
-    """Replace every BatchNorm of a model with a GroupNorm that has the same weight and bias.
+    """Convert every BatchNorm of a model into a GroupNorm that has the same weight and bias.
+
+    Each stays the same object, with its hooks and attributes.
 
     Each sample is then normalized separately, in training and in evaluation, so the result does not
     depend on how a batch is split. Running statistics are discarded. Call the function before the
@@ -37,12 +41,13 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
             channels each; "layer" for one group, which is LayerNorm over channels and positions.
 
     Returns:
-        The names of the replaced modules.
+        The names of the converted modules.
 
     Raises:
         SpecError: For any other value of `to`.
-        TaskError: For a model that is itself a BatchNorm, and for a subclass of BatchNorm with a
-            different forward, such as one that includes an activation.
+        TaskError: For a model that is itself a BatchNorm, for a BatchNorm with a different
+            forward, such as one that includes an activation, and for one whose weight or bias is
+            parametrized.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64))
     >>> convert_batchnorm(model, "group"), model[1].num_groups
@@ -56,7 +61,11 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
             hint="wrap it: nn.Sequential(norm)",
         )
     norms = find_batch_norms(model)
-    own = [name for name, module in norms.items() if type(module).forward not in _FORWARDS]
+    own = [
+        name
+        for name, module in norms.items()
+        if type(module).forward not in _FORWARDS or "forward" in vars(module)
+    ]
     if own:
         raise TaskError(
             (
@@ -65,26 +74,30 @@ def convert_batchnorm(model: nn.Module, to: Literal["group", "layer"]) -> list[s
             ),
             hint="replace it in the model itself",
         )
-    made = {id(module): _norm_for(module, to) for module in norms.values()}
-    found = {
-        name: made[id(module)]
+    computed = [name for name, module in norms.items() if is_parametrized(module)]
+    if computed:
+        raise TaskError(
+            f"{computed[0]} is a BatchNorm with a parametrization, which depends on its class",
+            hint="replace it in the model itself, or leave out train.batchnorm",
+        )
+    converted = {id(module) for module in norms.values()}
+    found = [
+        name
         for name, module in model.named_modules(remove_duplicate=False)
-        if id(module) in made
-    }
-    for name, norm in found.items():
-        parent, _, last = name.rpartition(".")
-        setattr(model.get_submodule(parent), last, norm)
-    return list(found)
+        if id(module) in converted
+    ]
+    for module in norms.values():
+        _convert_in_place(module, to)
+    return found
 
 
-def _norm_for(norm: nn.Module, to: Literal["group", "layer"]) -> nn.GroupNorm:
-    assert isinstance(norm, BATCH_NORMS)
-    channels = norm.num_features
-    groups = find_groups(channels) if to == "group" else 1
-    made = nn.GroupNorm(groups, channels, eps=norm.eps, affine=norm.affine)
-    if norm.affine:
-        made.weight, made.bias = norm.weight, norm.bias
-    return made.train(norm.training)
+def _convert_in_place(norm: Any, to: Literal["group", "layer"]) -> None:
+    """Make a BatchNorm a GroupNorm; it stays the same object, without running statistics."""
+    groups = find_groups(norm.num_features) if to == "group" else 1
+    for name in STATISTICS:
+        delattr(norm, name)
+    vars(norm).update(num_groups=groups, num_channels=norm.num_features)
+    norm.__class__ = nn.GroupNorm
 
 
 def find_groups(channels: int) -> int:
