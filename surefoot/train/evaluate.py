@@ -194,6 +194,13 @@ def _summarize(
     elapsed_s: float,
 ) -> Evaluation:
     """Return the evaluation from merged results. Raises SpecError or TaskError for a bad metric."""
+    for name, metric in merged.metrics.items():
+        if not hasattr(metric, "value"):
+            raise TaskError(
+                f"merge() of metric {name!r} of task {task.name} returned "
+                f"{'None' if metric is None else checkpoint.name_kind(metric)}, not a metric",
+                hint="return the merged metric, a new object or self",
+            )
     values = {name: _number(name, metric.value(), task) for name, metric in merged.metrics.items()}
     chosen, better = _choose(score, merged)
     for name, (mean, _) in merged.terms.items():
@@ -312,12 +319,15 @@ def try_out(
 ) -> Evaluation:
     """Evaluate a few samples, to find the metrics and whether a higher or a lower score is better.
 
-    If the model fails on so small a batch, a batch of `batch` samples is used. Raises SpecError if
-    `score` names no metric, TaskError if a metric fails.
+    There are two batches if the split has that many, so that metrics are merged. If the model fails
+    on so small a batch, batches of `batch` samples are used. Raises SpecError if `score` names no
+    metric, TaskError if a metric fails.
     """
 
     def tried(size: int) -> Evaluation:
-        few = _Few(source, min(size, len(source)))
+        # a smaller second batch only where an evaluation of the run has one too
+        has_two = size in (1, batch) or len(source) >= 2 * size
+        few = _Few(source, min(2 * size if has_two else size, len(source)))
         with watch_weights(model):
             return evaluate(
                 model,
@@ -418,6 +428,13 @@ def _metrics(task: ResolvedTask, output: Output, inputs: Batch) -> dict[str, Met
             hint='return a dict: {"accuracy": accuracy(output, targets)}',
         )
     found = dict(given)
+    unnamed = [name for name in found if not isinstance(name, str)]
+    if unnamed:
+        raise TaskError(
+            f"metrics() of task {task.name} names a metric {unnamed[0]!r}, "
+            f"a {type(unnamed[0]).__name__}",
+            hint=f'use a text as its name: "{unnamed[0]}"',
+        )
     bad = [name for name, metric in found.items() if not hasattr(metric, "merge")]
     if bad:
         raise TaskError(

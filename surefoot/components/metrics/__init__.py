@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-import torch
 from torch import Tensor
 
 from surefoot.core.errors import TaskError, require_package
@@ -220,5 +219,6 @@ class FromTorchmetrics:
         merged.merge_state(other._metric)
         return FromTorchmetrics(merged, better=self.better)
 
-    def value(self) -> float | None:
-        return float(torch.as_tensor(self._metric.compute()))
+    def value(self) -> Any:
+        """Return what the metric computes, which must be one number for a score."""
+        return self._metric.compute()
