@@ -69,6 +69,7 @@ class ObservedLoader:
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.promise = data, LoopGuarantee(digests=True)
+        self._given = data
         self._drawn: deque[Any] = deque()
         self.num_drawn: int | None = None  # samples of the batch recorded last, if known
         # workers that read the same stream, and digests of the first two batches of each
@@ -146,6 +147,7 @@ class ObservedLoader:
         reading. Its order is then the same, whether or not the workers exist already. If this
         process is forked, the child process does not end the workers of the iterator.
         """
+        self._take_settings()
         loader = self._find_lasting_loader()
         if loader is None:
             return self._iterate()
@@ -160,6 +162,13 @@ class ObservedLoader:
         if are_new and not self.starts_workers:
             return self._iterate_with_new_workers(loader)
         return self._iterate()
+
+    def _take_settings(self) -> None:
+        """Take over what the user has set in the loader, such as another `collate_fn`."""
+        if self._sampler is not None:
+            own = ("batch_sampler", "_iterator")
+            given = {name: each for name, each in vars(self._given).items() if name not in own}
+            vars(self.data).update(given)
 
     def _iterate(self) -> Iterator[Any]:
         iterator, (kept, *surplus) = iter(self.data), self._left or (None,)
