@@ -155,3 +155,41 @@ def test_a_changed_learning_rate_is_named_once_and_not_again_for_its_scheduler(
     told, _ = loop(tmp_path, lambda o: lr_scheduler.StepLR(o, 100), lr=0.01)
     assert len(told) == 1
     assert "optimizer.param_groups[0]['lr'] = 0.01" in told[0]
+
+
+WARM: dict[str, Make] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4)),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 0.5, total_steps=20),
+    "linear": lambda o: lr_scheduler.LinearLR(o, 0.25, total_iters=2),
+    "none": lambda o: lr_scheduler.StepLR(o, 9),
+}
+
+
+@pytest.mark.parametrize("kind", WARM)
+def test_another_learning_rate_is_named_once_whatever_the_warm_up(
+    kind: str, tmp_path: Path
+) -> None:
+    assert loop(tmp_path, WARM[kind])[0] == []
+    assert loop(tmp_path, WARM[kind])[0] == []
+    notes = [note for note in loop(tmp_path, WARM[kind], lr=0.2)[0] if "lr']" in note]
+    # OneCycleLR replaces the learning rate of the optimizer
+    assert len(notes) == (kind != "one cycle")
+    assert all("lr'] = 0." in note and "base_lrs" in note for note in notes)
+
+
+def test_the_settings_of_several_optimizers_are_named_as_they_were_given(tmp_path: Path) -> None:
+    for attempt in range(2):
+        layers = [torch.nn.Linear(1, 1) for _ in range(2)]
+        pair = [
+            torch.optim.SGD(each.parameters(), 0.1 + n * attempt) for n, each in enumerate(layers)
+        ]
+        with surefoot.attach(
+            model=torch.nn.Sequential(*layers), optimizer=pair, data=[1, 2], folder=tmp_path
+        ) as run:
+            for _ in run.batches():
+                run.step_done(1.0)
+                break
+    notes = [each for each in records(tmp_path) if isinstance(each, Started)][-1].notes
+    assert any(
+        "for the new value set optimizer[1].param_groups[0]['lr'] = 1.1" in each for each in notes
+    )

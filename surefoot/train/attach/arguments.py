@@ -84,13 +84,18 @@ def given_settings(objects: Mapping[str, Any], data: Any) -> dict[str, str]:
     The keys are Python expressions, such as `optimizer.param_groups[0]['lr']` or
     `scheduler.gamma`. Values of `state` that training changes, such as counters, are among them.
     """
+    grouped = {name: each for name, each in objects.items() if hasattr(each, "param_groups")}
+    # with several, `attach` was given a list of optimizers
+    places = {
+        name: "optimizer" if len(grouped) == 1 else f"optimizer[{number}]"
+        for number, name in enumerate(each for each in grouped if each.startswith("optimizer"))
+    }
     found = {
-        f"{name}.param_groups[{number}][{key!r}]": value
-        for name, each in objects.items()
-        if hasattr(each, "param_groups")
+        f"{places.get(name, name)}.param_groups[{number}][{key!r}]": value
+        for name, each in grouped.items()
         for number, group in enumerate(each.param_groups)
         for key, value in group.items()
-        if key not in ("params", "initial_lr")
+        if key != "params"
     }
     found["data.batch_size"] = getattr(data, "batch_size", None)
     plain = {
@@ -137,7 +142,10 @@ def describe_changes(
     after the checkpoint was loaded: a value of `state` that training has changed is no setting.
     """
     notes = []
-    for key in [key for key in now if before.get(key, now[key]) != now[key]]:
+    changed = [key for key in now if before.get(key, now[key]) != now[key]]
+    # during a warm-up from 0, only `initial_lr` shows that the learning rate has changed
+    known = {key.replace("['lr']", "['initial_lr']") for key in changed if key.endswith("['lr']")}
+    for key in [key for key in changed if key not in known]:
         is_of_group = ".param_groups[" in key or key == "data.batch_size"
         if not is_of_group and kept.get(key) != before[key]:
             continue
@@ -151,7 +159,7 @@ def describe_changes(
                 f"{name}{OF_STATE} | {{{part[1:-1]}: {now[key]}}}) after attach"
             )
         else:
-            more = ", and the base_lrs of a scheduler" if key.endswith("['lr']") else ""
+            more = ", and the base_lrs of a scheduler" if key.endswith("lr']") else ""
             notes.append(
                 f"{told}: the saved value is kept; for the new value set {key} = {now[key]} after "
                 f"attach{more}"
