@@ -174,6 +174,11 @@ class Feed:
         """True if a step may have more than one microbatch."""
         return self._is_cut or self.microbatch < self.batch
 
+    @property
+    def has_microbatches(self) -> bool:
+        """True if a microbatch size was given that is smaller than the batch."""
+        return self._is_cut and self.microbatch < self.batch
+
     def microbatches(self, window: SampleWindow) -> list[np.ndarray]:
         """Return the sample ids of each microbatch of a step, for all ranks.
 

@@ -15,6 +15,7 @@ from surefoot.contract.spec.values import (
     SpecTable,
     checked_by,
     power_of_two,
+    show,
 )
 from surefoot.core.ranks.layout import Transport
 from surefoot.core.recompute import WORDS, RecomputeChoice
@@ -76,14 +77,14 @@ class PrecisionTable(SpecTable):
                 "65536.0, so that scaling is exact"
             )
         if self.min_scale > self.init_scale:
-            scales = f"min_scale = {self.min_scale:g} is above init_scale = {self.init_scale:g}"
+            scales = f"{show(self, 'min_scale')} is above {show(self, 'init_scale')}"
             is_given = "min_scale" in self.model_fields_set
             raise ValueError(
                 f"{scales}; use a {'smaller min_scale' if is_given else 'larger init_scale'}"
             )
         if self.weights == "bf16" and self.compute != "bf16":
             raise ValueError(
-                f"weights = 'bf16' with compute = {self.compute!r} converts the "
+                f"weights = 'bf16' with {show(self, 'compute')} converts the "
                 "weights in each forward pass; set compute = 'bf16'"
             )
         return self

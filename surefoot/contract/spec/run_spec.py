@@ -50,7 +50,7 @@ from surefoot.contract.spec.training import (
     TaskTable,
     TrainTable,
 )
-from surefoot.contract.spec.values import SpecTable
+from surefoot.contract.spec.values import SpecTable, show
 from surefoot.core.errors import SpecError, hint_nearest
 from surefoot.core.schedule.plan import ScheduleSettings
 from surefoot.core.schedule.settings import DURATIONS
@@ -321,7 +321,7 @@ def _check_update_in_backward(spec: RunSpec) -> None:
         (bool(train.ramp), "a batch that grows is cut into microbatches", "leave train.ramp out"),
         (
             bool(optim.clip),
-            f"optim.clip = {optim.clip:g} needs the norm of all gradients",
+            f"optim.{show(optim, 'clip')} needs the norm of all gradients",
             "set optim.clip = 0",
         ),
         (

@@ -17,6 +17,7 @@ from surefoot.contract.spec.values import (
     SpecTable,
     TimeText,
     checked_by,
+    show,
 )
 from surefoot.core.units import Duration, parse_bytes
 
@@ -165,11 +166,11 @@ class OptimTable(SpecTable):
     def _check_combinations(self) -> Self:
         if self.clip_value is not None and self.clip:
             raise ValueError(
-                f"clip = {self.clip} and clip_value = {self.clip_value} contradict each other; "
-                "set clip = 0 or drop one"
+                f"clip_value = {self.clip_value} contradicts {show(self, 'clip')}; "
+                "set clip = 0, or leave clip_value out"
             )
         if self.state == "8bit" and (self.name not in ("adam", "adamw") or not self.fused):
-            given = f'name = "{self.name}"' if self.fused else "fused = false"
+            given = show(self, "name" if self.fused else "fused")
             raise ValueError(
                 f'state = "8bit" needs the adam or adamw of surefoot, not {given}; '
                 'use "adamw" or "adam", or leave state out'
@@ -250,7 +251,7 @@ class TrainTable(SpecTable):
         if self.microbatch is not None and self.batch % self.microbatch:
             legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
             raise ValueError(
-                f"microbatch = {self.microbatch} does not divide batch = {self.batch}; "
+                f"microbatch = {self.microbatch} does not divide {show(self, 'batch')}; "
                 f"use one of {legal}"
             )
         self._check_ramp()
@@ -273,7 +274,7 @@ class TrainTable(SpecTable):
         starts, batches = zip(*self.ramp, strict=True)
         form = (
             f"; it is [[0, SMALL], ..., [SAMPLES, {self.batch}]]: samples that rise from 0, "
-            "and at last train.batch"
+            f"and at last {show(self, 'batch')}"
         )
         if (
             starts[0] != 0

@@ -67,6 +67,13 @@ Never = Annotated[
 ]
 
 
+def show(table: BaseModel, key: str) -> str:
+    """Return `key = value` for a message; a value that was not given is called the default."""
+    value = getattr(table, key)
+    shown = f"{value:g}" if isinstance(value, float) else repr(value)
+    return f"{key} = {shown}" + " (the default)" * (key not in table.model_fields_set)
+
+
 class SpecTable(BaseModel):
     """Base class of a spec's tables: immutable, without unknown keys, type conversion or NaN."""
 

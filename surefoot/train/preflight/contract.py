@@ -80,9 +80,8 @@ def check(assembly: Assembly) -> list[str]:
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
                 joins = trials.gathers[update.name] and _check_joined(assembly, update.name)
-                check_splittable(
-                    update.name, whole, assembly.task.counts is not None, joins_ranks=joins
-                )
+                counted = assembly.task.counts is not None
+                check_splittable(update.name, whole, counted, assembly.feed, joins_ranks=joins)
             if not whole.additive:
                 notes.append(
                     f"whether the loss of update {update.name} is a sum "

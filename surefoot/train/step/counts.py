@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from surefoot.components.data.feed import Feed
 from surefoot.contract.task import Loss
 from surefoot.core.errors import TaskError
 
@@ -46,20 +47,18 @@ def check_gathered(
 
 
 def check_splittable(
-    name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False
+    name: str, loss: Loss, counts_are_known: bool, feed: Feed, *, joins_ranks: bool = False
 ) -> None:
     """Raise TaskError for a loss that may not be split over microbatches and ranks.
 
-    `name` is the name of the update. With `joins_ranks`, each rank has one microbatch, and the loss
-    gathers the microbatches of all ranks.
+    `name` is the name of the update. `feed` says by which settings the batch is split. With
+    `joins_ranks`, each rank has one microbatch, and the loss gathers the microbatches of all ranks.
     """
     if not loss.additive and not joins_ranks:
         raise TaskError(
             f"the loss of update {name} is not additive and cannot be split",
-            hint=(
-                "leave train.microbatch out; on several ranks, compare the samples that "
-                "surefoot.all_gather returns"
-            ),
+            hint=_how_to_train_whole(feed)
+            + "; on several ranks, compare the samples that surefoot.all_gather returns",
         )
     if len(loss.terms) > 1 and not counts_are_known:
         terms = ", ".join(term.name for term in loss.terms)
@@ -68,6 +67,17 @@ def check_splittable(
             f"the terms {terms} have counts that are not known before the forward pass",
             hint=(
                 "add counts(batch) -> {term: count} to the task "
-                f"(of {wanted}), or leave train.microbatch out"
+                f"(of {wanted}), or {_how_to_train_whole(feed)}"
             ),
         )
+
+
+def _how_to_train_whole(feed: Feed) -> str:
+    """Return how to change the settings so that a batch is not split."""
+    ways = {
+        "leave train.microbatch out": feed.has_microbatches,
+        "train on one rank": feed.share.size > 1,
+        "leave layout.virtual_ranks out": feed.share.pieces is not None,
+    }
+    chosen = [way for way, applies in ways.items() if applies]
+    return " and ".join(chosen) or "leave memory.on_oom out"

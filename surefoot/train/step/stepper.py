@@ -385,7 +385,7 @@ class Stepper:
     ) -> None:
         """Check that the loss may be split, and prepare gradient hooks for its backward pass."""
         joins = gathered is not None and gathered.was_used and self._num_cut == gathered.group.size
-        check_splittable(update.name, loss, counts is not None, joins_ranks=joins)
+        check_splittable(update.name, loss, counts is not None, self._feed, joins_ranks=joins)
         # stages 2 and 3 reduce the gradients of each pass separately
         adds = self.ranks is None or not self.ranks.is_even
         leaves = [leaf_of(each) for each in update.guarded.parameters]
