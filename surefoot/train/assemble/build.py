@@ -51,6 +51,7 @@ from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_un
 from surefoot.train.step import LiveUpdate, Stepper
 from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import (
+    describe_idle,
     describe_short_batch,
     make_feed,
     make_settings,
@@ -62,6 +63,17 @@ if TYPE_CHECKING:
     from surefoot.components.memory.recompute import RecomputeHandle
     from surefoot.components.parallel.shard import Sharded
     from surefoot.components.stability.noise import GradientNoise
+
+# keys of [layout] that only several ranks use, and that a spec of them keeps on one rank
+OF_SEVERAL_RANKS = (
+    "sync_buffers",
+    "transport",
+    "bucket_size",
+    "first_bucket_size",
+    "compress",
+    "check_every",
+    "timeout",
+)
 
 
 def assemble(
@@ -142,9 +154,11 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         *kept,
         *describe_scaling(spec.optim, feed.largest),
         *describe_unshared(unshared, group),
+        *_describe_idle_layout(spec, group),
         *describe_cudnn(spec, device.type),
-        *describe_short_batch(feed),
+        *describe_short_batch(spec, feed),
         *describe_workers(feed.source),
+        *describe_idle(spec, source, read(spec.evaluate.split) if tried else None),
     ]
     if spec.compile.what != "none":
         from surefoot.train.record.compiling import describe_mode
@@ -170,6 +184,18 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         warnings,
         trained=trained,
     )
+
+
+def _describe_idle_layout(spec: RunSpec, group: Group) -> list[str]:
+    """Return a message for each given key of [layout] that has no effect on one rank."""
+    if not group.is_alone or spec.layout.virtual_ranks is not None:
+        return []
+    table, fields = spec.layout, type(spec.layout).model_fields
+    return [
+        f"layout.{key} = {getattr(table, key)!r} has no effect: the run has one rank"
+        for key in OF_SEVERAL_RANKS
+        if getattr(table, key) != fields[key].default
+    ]
 
 
 def _describe_choices(spec: RunSpec, task: ResolvedTask, feed: Feed) -> list[str]:
@@ -275,10 +301,6 @@ def _make_engine(
         from surefoot.train.step.sharding import make_ranks
 
         stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
-    elif spec.layout.compress != "none":
-        notes.append(
-            f"layout.compress = {spec.layout.compress!r} has no effect: one rank sends no gradients"
-        )
     stepper.loader.use(settings, last=course.total_steps)
     if spec.data.on_bad == "skip":
         stepper.loader.skip_bad(spec.data.max_bad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -129,17 +130,37 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     )
 
 
-def describe_short_batch(feed: Feed) -> list[str]:
+def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> list[str]:
+    """Return a message for each given key that has no effect on a source that is read in sequence.
+
+    `evaluated` is the source of the split that is evaluated; None if it has not been read.
+    """
+    found = []
+    if source.guarantee != "proven" and "shuffle" in spec.data.model_fields_set:
+        found.append(
+            f"data.shuffle = {json.dumps(spec.data.shuffle)} has no effect: the source decides "
+            f"the order of its samples: {source.describe()}"
+        )
+    if evaluated is not None and evaluated.guarantee != "proven" and spec.evaluate.batch:
+        found.append(
+            f"evaluate.batch = {spec.evaluate.batch} has no effect: the source decides the size "
+            f"of its batches: {evaluated.describe()}"
+        )
+    return found
+
+
+def describe_short_batch(spec: RunSpec, feed: Feed) -> list[str]:
     """Return a message if the batch is larger than the training set."""
     largest, n = max([feed.batch, *(batch for _, batch in feed.ramp)]), feed.order.n
     if largest <= n:
         return []
     unit = "batches" if isinstance(feed.source, Iterated) else "samples"
     whole = f"a step trains on all {n:,}, which is one epoch"
+    is_default = "" if "batch" in spec.train.model_fields_set else " (the default)"
     return [
         (
-            f"train.batch is {largest:,}, but the training set has {n:,} {unit}: {whole}; set "
-            f"train.batch to {n:,} or less"
+            f"train.batch is {largest:,}{is_default}, but the training set has {n:,} {unit}: "
+            f"{whole}; set train.batch to {n:,} or less"
         )
     ]
 
