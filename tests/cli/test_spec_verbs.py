@@ -163,7 +163,11 @@ WRONG = {
         "optim.betas needs more",
     ),
     "a duration in time with a prefix": ("[train]\nlength = '3 M min'", "mine.toml:4: ", "hint:"),
-    "two kinds of clipping": ("[optim]\nclip = 1.0\nclip_value = 0.5", "contradict each other", ""),
+    "two kinds of clipping": (
+        "[optim]\nclip = 1.0\nclip_value = 0.5",
+        "contradicts clip = 1",
+        "set clip = 0",
+    ),
     "a microbatch that does not divide": (
         "[train]\nbatch = 10\nmicrobatch = 4",
         "does not divide batch = 10",
