@@ -50,6 +50,26 @@ def test_weights_that_have_not_moved_are_said(
     assert ("the learning rate is 0 in all 4 steps" in said) == (kind != "gradient of 0")
 
 
+@pytest.mark.parametrize(
+    "optim",
+    [
+        {"name": "sgd", "momentum": 0.0},
+        {"name": "adamw"},
+        {"name": "adamw", "lr_multipliers": {"0.*": 5.0}},
+        {"name": "adamw", "reference_batch": 8},
+    ],
+    ids=str,
+)
+def test_a_learning_rate_of_0_is_said_at_the_start(optim: dict[str, Any], tmp_path: Path) -> None:
+    with Run(
+        spec(4, optim={"lr": 0.0, **optim}), Small(), folder=tmp_path / "a", quiet=True
+    ) as run:
+        said = "\n".join(run.assembly.warnings)
+    assert "the learning rate is 0 in all steps, so no weight changes: check optim.lr" in said
+    with Run(spec(4, optim=optim), Small(), folder=tmp_path / "b", quiet=True) as run:
+        assert "learning rate is 0" not in "\n".join(run.assembly.warnings)
+
+
 def test_weights_that_moved_are_not_said_to_be_still(tmp_path: Path) -> None:
     for steps in (2, 4):  # and not by an attempt that goes on
         with Run(spec(4), Small(), folder=tmp_path / "a", quiet=True) as run:

@@ -147,8 +147,13 @@ def describe_scaling(table: OptimTable, batch: int) -> list[str]:
     ]
 
 
-def warn_of_no_rate(curve: Curve, total_steps: int | None) -> list[str]:
-    """Return a warning if the learning rate is 0 in every step of the run, else an empty list."""
+def warn_of_no_rate(curve: Curve, total_steps: int | None, lr: float) -> list[str]:
+    """Return a warning if the learning rate is 0 in every step of the run, else an empty list.
+
+    `lr` is `optim.lr`, which `curve` multiplies.
+    """
+    if lr == 0:
+        return ["the learning rate is 0 in all steps, so no weight changes: check optim.lr"]
     if total_steps is None or any(
         curve(step) for step in range(0, total_steps, max(1, total_steps // LOOKED_AT))
     ):

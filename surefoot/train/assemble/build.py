@@ -259,7 +259,7 @@ def _find_warnings(
         warnings += warn_of_large_batch(curve, feed.largest, total_steps, spec.optim.name)
     return [
         *warnings,
-        *warn_of_no_rate(curve, total_steps),
+        *warn_of_no_rate(curve, total_steps, spec.optim.lr),
         *warn_of_unregistered(model, updates),
     ]
 
