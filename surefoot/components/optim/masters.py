@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from surefoot.components.optim.fused import copy_tensors
 from surefoot.contract.state import leaf_of, master_of, part_of
@@ -52,6 +53,23 @@ def store_narrow(
             _serve(parameter, master)
         narrowed.append(name)
     return narrowed
+
+
+def narrow_spectral_vectors(model: nn.Module, *, wide: Collection[nn.Module] = ()) -> None:
+    """Store the singular vectors of spectral norms in bf16, the dtype of the weights.
+
+    torch multiplies the weight by them, which needs one dtype. Those in `wide` stay in fp32.
+    """
+    left = {id(buffer) for module in wide for buffer in module.buffers()}
+    for module in model.modules():
+        hooks = [hook for hook in module._forward_pre_hooks.values() if type(hook) is SpectralNorm]
+        names = [f"{hook.name}_" for hook in hooks]
+        if type(module).__name__ == "_SpectralNorm":  # the parametrization
+            names.append("_")
+        for name in names:
+            for vector in (getattr(module, f"{name}{end}", None) for end in "uv"):
+                if isinstance(vector, Tensor) and id(vector) not in left:
+                    vector.data = vector.data.to(NARROW)
 
 
 def keep_on_host(model: nn.Module) -> None:

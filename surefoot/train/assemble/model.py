@@ -78,8 +78,9 @@ def set_storage(model: nn.Module, spec: RunSpec, *, with_masters: bool = True) -
         kept = keep_in_fp32(model, spec.precision.keep)
     # a sharded rank keeps its rows in fp32 and gathers them in bf16
     if spec.precision.weights == "bf16" and not (with_masters and spec.layout.shard > 1):
-        from surefoot.components.optim.masters import store_narrow
+        from surefoot.components.optim.masters import narrow_spectral_vectors, store_narrow
 
+        narrow_spectral_vectors(model, wide=kept.values())
         store_narrow(
             model, wide=kept.values(), with_masters=with_masters and spec.precision.master == "fp32"
         )

@@ -13,7 +13,7 @@ from surefoot.components.data.feed import Feed
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.optim.groups import find_sparse
 from surefoot.components.optim.kinds.layerwise import Lamb, Lars
-from surefoot.components.optim.masters import find_norms
+from surefoot.components.optim.masters import find_norms, narrow_spectral_vectors
 from surefoot.components.parallel.alike import bit_sum
 from surefoot.components.parallel.shard import Sharded
 from surefoot.components.parallel.shard.fully import FullySharded
@@ -134,6 +134,8 @@ def _split(
             "frozen: one process would store it only in bf16, ranks that hold rows in fp32",
             hint='unfreeze it, or set precision.weights = "fp32"',
         )
+    if narrow is not None:
+        narrow_spectral_vectors(model)
     return FullySharded(
         model, mesh, units, stage=stage, narrow=narrow, wide=find_norms(model), on_host=on_host
     )
