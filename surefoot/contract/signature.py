@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from surefoot.core.errors import SpecError, TaskError, hint_nearest
+from surefoot.core.errors import SpecError, TaskError, find_nearest, hint_nearest
+from surefoot.core.units import name_some
 
 MAX_DEPTH = 8
+MAX_CLASSES = 8  # that a hint names
 STARTERS = ("Run", "attach")
 NAMING = "a task is named file.py:Class or package.module:Class"
 METHODS = ("model", "data", "forward", "loss")
@@ -193,13 +194,20 @@ def suggest_class(path: Path, name: str = "") -> str:
     likeliest = [each for each, count in counts.items() if count == max(counts.values())]
     if not likeliest:
         return "the file has no class; surefoot init NEW writes a file with a task"
-    lower = {each.lower(): each for each in likeliest}
-    close = difflib.get_close_matches(name.lower(), lower, n=1)
-    near = [lower[each] for each in close] or likeliest
+    near = find_nearest(name, likeliest, n=1) or likeliest
     here = Path.cwd()
     file = path.absolute().relative_to(here) if path.absolute().is_relative_to(here) else path
-    named = " or ".join(shlex.quote(f"{file}:{each}") for each in near)
-    return f"name {'its class' if len(near) == 1 else 'one of its classes'}: {named}"
+    named = [shlex.quote(f"{file}:{each}") for each in near]
+    most, more = " or ".join(named[:MAX_CLASSES]), len(named) - MAX_CLASSES
+    rest = f" or one of {more:,} more" if more > 0 else ""
+    return f"name {'its class' if len(near) == 1 else 'one of its classes'}: {most}{rest}"
+
+
+def name_nearest(name: str, classes: Sequence[str]) -> str:
+    """Return a text with the names of at most eight classes, those similar to `name` first."""
+    near = find_nearest(name, classes)
+    rest = [each for each in classes if each not in near]
+    return name_some([*near, *rest], MAX_CLASSES) or "no class"
 
 
 def _count_methods(methods: set[str]) -> int:

@@ -255,6 +255,8 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
             f"{given}: a chain of more than {MAX_BASES} bases",
             hint="check whether a base names itself",
         )
+    if not given.strip():
+        raise SpecError("the spec is an empty text", hint=_hint_specs())
     file, colon, _ = given.partition(":")
     if colon and (file.endswith(".py") or "/" not in file):
         return {"task": {"use": _resolve_use(given, beside)}}, {"task.use": "the SPEC argument"}
@@ -267,7 +269,7 @@ def _tables_of(given: str, beside: Path, depth: int) -> tuple[dict[str, Any], di
         hint = hint_nearest(given, builtin_names())
         raise SpecError(
             f"{given!r} is not a spec: there is no such file and no such built-in task",
-            hint=f"{hint}give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
+            hint=f"{hint}{_hint_specs()}",
         )
     return _tables_of_file(path, depth)
 
@@ -292,8 +294,12 @@ def _folder_as_spec(folder: Path) -> SpecError:
             return SpecError(found[0], hint=found[1])
     return SpecError(
         f"{str(folder)!r} is not a spec: it is a folder",
-        hint=f"give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}",
+        hint=_hint_specs(),
     )
+
+
+def _hint_specs() -> str:
+    return f"give a TOML file, file.py:Task, or one of {', '.join(builtin_names())}"
 
 
 def _tables_of_file(

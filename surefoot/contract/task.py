@@ -303,7 +303,7 @@ def load(use: str, parameters: Mapping[str, Any]) -> ResolvedTask:
     if made is None:
         raise TaskError(
             f"{module_name} has no {class_name}",
-            hint=f"it has: {', '.join(_classes(module)) or 'no class'}",
+            hint=f"it has: {signature.name_nearest(class_name, _classes(module))}",
         )
     try:
         task = made(**parameters)

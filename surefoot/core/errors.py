@@ -168,8 +168,28 @@ def hint_nearest(given: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     >>> hint_nearest("batchh", ["batch", "length"]), hint_nearest("x", ["batch"])
     ("did you mean 'batch'? ", '')
     """
-    near = difflib.get_close_matches(given, list(known), n=1, cutoff=cutoff)
+    near = find_nearest(given, known, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+def find_nearest(given: str, known: Iterable[str], n: int = 3, cutoff: float = 0.6) -> list[str]:
+    """Return at most `n` names that are similar to `given`, the most similar first.
+
+    Upper and lower case, "_" and "-" make no difference.
+
+    >>> find_nearest("AdamW", ["adam", "adamw"]), find_nearest("one-cycle", ["one_cycle"])
+    (['adamw', 'adam'], ['one_cycle'])
+    """
+    names: dict[str, list[str]] = {}
+    for name in known:
+        names.setdefault(plain_name(name), []).append(name)
+    close = difflib.get_close_matches(plain_name(given), names, n=n, cutoff=cutoff)
+    return [name for each in close for name in sorted(names[each], key=given.__ne__)][:n]
+
+
+def plain_name(name: str) -> str:
+    """Return a name in lower case, without "_" and "-"."""
+    return name.lower().replace("_", "").replace("-", "")
 
 
 def hint_unread(error: OSError) -> str:

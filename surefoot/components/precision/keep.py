@@ -5,7 +5,6 @@ Their inputs are cast to fp32, and autocast is off inside them.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, find_nearest
 from surefoot.runtime.nested_tensors import find_tensors, map_tensors
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -36,7 +35,7 @@ def keep_in_fp32(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Modu
         }
         if not matched:
             names = [name for name, _ in model.named_modules() if name]
-            near = difflib.get_close_matches(pattern.rstrip(".*"), names, n=3) or names[:8]
+            near = find_nearest(pattern.rstrip(".*"), names) or names[:8]
             raise SpecError(
                 f"precision.keep: the pattern {pattern!r} matches no module",
                 hint=f"did you mean {', '.join(near)}?"

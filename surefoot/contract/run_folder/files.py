@@ -9,14 +9,13 @@ them. New files get their mode from the umask.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import os
 import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import RunFolderError, find_nearest
 
 # never through a link, and without waiting for the other end of a pipe
 NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -45,7 +44,7 @@ def no_run(folder: Path, name: str) -> RunFolderError:
         beside = sorted(folder.parent.iterdir(), key=lambda each: (len(each.name), each.name))
         runs = [each.name for each in beside if (each / name).exists()]
     near = [each for each in runs if each.startswith(f"{folder.name}-")][::-1]
-    near = near or difflib.get_close_matches(folder.name, runs)
+    near = near or find_nearest(folder.name, runs)
     guess = " or ".join(str(folder.parent / each) for each in near[:3])
     return RunFolderError(
         f"{folder} does not exist",

@@ -58,14 +58,6 @@ from surefoot.core.schedule.settings import DURATIONS
 FORMAT = 1
 ALLOWED = "allowed"  # in the context of a validation: keys that may have no effect
 SEQUENCE = "schedule.sequence"
-OF_TORCH = {
-    "float16": "fp16",
-    "half": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float": "fp32",
-    "tfloat32": "tf32",
-}
 IN_TOML = {"a valid string": "a string in quotes", "a valid tuple": "an array, in brackets"}
 
 
@@ -417,20 +409,28 @@ def explain(error: ValidationError, prefix: tuple[str, ...] = ()) -> SpecError:
             )
         return SpecError(f"{dotted}: {text}", hint=hint or None, key=path)
     # a key that accepts several types has a fault for each
-    kinds = (str(each["msg"]) for each in faults if _find_key(each, prefix) == path)
-    allowed = " or ".join(dict.fromkeys(each.removeprefix("Input should be ") for each in kinds))
+    of_key = (str(each["msg"]) for each in faults if _find_key(each, prefix) == path)
+    allowed = " or ".join(dict.fromkeys(map(_describe_allowed, of_key)))
     for name, words in IN_TOML.items():
         allowed = allowed.replace(name, words)
     options = re.findall(r"'([^']*)'", allowed) if kind == "literal_error" else []
-    of_torch = OF_TORCH.get(str(given).removeprefix("torch."), "")
-    near = hint_nearest(of_torch if of_torch in options else str(given), options)
+    near = synonyms.hint_value(dotted, str(given), options)
     if path[:1] == ("schedule",) and path[-1] in DURATIONS:
         allowed = 'a number with its unit in quotes: "500 steps", "2 epochs", "5 %"'
-    return SpecError(
-        f"{dotted} is {given!r}",
-        hint=f"{near}it should be {allowed}",
-        key=path,
-    )
+    is_entry = dotted == "optim.lr_multipliers" and len(fault["loc"]) > 2 - len(prefix)
+    entry = f" for {fault['loc'][2 - len(prefix)]!r}" if is_entry else ""
+    should = "it should" if allowed.startswith("have ") else "it should be"
+    return SpecError(f"{dotted} is {given!r}{entry}", hint=f"{near}{should} {allowed}", key=path)
+
+
+def _describe_allowed(message: str) -> str:
+    """Return what a message of pydantic allows, without its names of types.
+
+    >>> _describe_allowed("Tuple should have at most 2 items after validation, not 3")
+    'have at most 2 items, not 3'
+    """
+    allowed = message.removeprefix("Input should be ").replace(" after validation", "")
+    return re.sub(r"^[A-Z]\w+ should (?=have )", "", allowed)
 
 
 def _find_key(fault: Mapping[str, Any], prefix: tuple[str, ...]) -> tuple[str, ...]:

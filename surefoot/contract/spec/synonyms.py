@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
+from surefoot.core.errors import find_nearest, hint_nearest, plain_name
+
+# values in PyTorch, in lower case and without "_", and those of a spec
+VALUES = {
+    "float16": "fp16",
+    "half": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float": "fp32",
+    "tfloat32": "tf32",
+    "adam8bit": "adam",
+    "adamw8bit": "adamw",
+    "constantlr": "constant",
+    "linearlr": "linear",
+    "steplr": "step",
+    "multisteplr": "multi_step",
+    "exponentiallr": "exponential",
+    "polynomiallr": "polynomial",
+    "cosineannealing": "cosine",
+    "cosineannealinglr": "cosine",
+    "cosineannealingwarmrestarts": "cosine_restarts",
+    "onecyclelr": "one_cycle",
+    "reducelronplateau": "plateau",
+}
+# optimizers of PyTorch that a task can return, but a spec cannot name
+OTHER_OPTIMIZERS = ("RAdam", "NAdam", "Adamax", "SparseAdam", "Adagrad", "Adadelta", "Adafactor")
+OTHER_OPTIMIZERS += ("RMSprop", "Rprop", "ASGD")
 NEAR, NEAR_IN_TABLE = 0.75, 0.5  # how alike two names are, from 0 to 1
 MAX_SUGGESTIONS = 4  # suggestions
 TABLES = {
@@ -169,6 +195,26 @@ KEYS: Mapping[str, Sequence[str]] = {
 }
 
 
+def hint_value(dotted: str, given: str, options: Sequence[str]) -> str:
+    """Return a hint with the one of `options` that `given`, a value of the key `dotted`, may mean.
+
+    It is "" for none. The name of an optimizer that only a task can return is never taken for one
+    that the spec can name.
+
+    >>> hint_value("optim.name", "AdamW", ["adam", "adamw"])
+    "did you mean 'adamw'? "
+    >>> hint_value("optim.name", "RAdam", ["adam", "adamw"])
+    "return torch.optim.RAdam from the task's optimizer(groups), or choose a built-in one: "
+    """
+    plain = plain_name(given.removeprefix("torch.").removeprefix("optim."))
+    other = next((each for each in OTHER_OPTIMIZERS if each.lower() == plain), None)
+    if dotted == "optim.name" and other is not None:
+        own = f"return torch.optim.{other} from the task's optimizer(groups)"
+        return f"{own}, or choose a built-in one: "
+    value = VALUES.get(plain, "")
+    return hint_nearest(value if value in options else plain, options)
+
+
 def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> list[str]:
     """Return the dotted keys that a user may mean by `table.key`, most likely first; at most 4.
 
@@ -193,9 +239,7 @@ def suggest(table: str | None, key: str, names: Mapping[str, Sequence[str]]) -> 
                 for each in reversed(dotted)
                 for word in (*KEYS.get(each, ()), each.partition(".")[2])
             }
-            found = [
-                words[word] for word in difflib.get_close_matches(plain, words, n=1, cutoff=cutoff)
-            ]
+            found = [words[word] for word in find_nearest(plain, words, n=1, cutoff=cutoff)]
         if found:
             return list(dict.fromkeys(found))[:MAX_SUGGESTIONS]
     return []

@@ -177,8 +177,9 @@ class OptimTable(SpecTable):
             )
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
-        if any(rate < 0 for rate in self.lr_multipliers.values()):
-            raise ValueError("a value of lr_multipliers is negative; use 0 or more")
+        for pattern, rate in self.lr_multipliers.items():
+            if rate < 0:
+                raise ValueError(f"lr_multipliers is {rate} for {pattern!r}; use 0 or more")
         return self
 
 
