@@ -52,7 +52,7 @@ def as_tensor(array: ArrayLike, what: str = "an array") -> Tensor:
             raise DataError(f"{what} is a tensor on the meta device", hint="create it on the CPU")
         if array.layout is not torch.strided:
             raise DataError(f"{what} is a tensor of {array.layout}", hint="pass x.to_dense()")
-        return array
+        return array.detach() if array.requires_grad else array
     if isinstance(array, Mapping):
         raise DataError(
             f"{what} is a {type(array).__name__}", hint="give its arrays by name: Arrays(**arrays)"
@@ -150,6 +150,8 @@ def open_npy(path: str | Path) -> np.ndarray:
         ) from None
     except NO_NPY as error:
         hint = "write numbers with numpy.save, and copy the file again if it is truncated"
+        if given.suffix == ".npz":
+            hint = f'read its arrays into memory: Arrays(**numpy.load("{given}"))'
         raise DataError(f"{given} cannot be mapped as a .npy file: {error}", hint=hint) from None
 
 

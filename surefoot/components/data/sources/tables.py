@@ -258,10 +258,27 @@ def _faults_of(path: Path) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, OSError, EOFError) as error:  # ArrowInvalid is a ValueError too
         reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
-        raise DataError(
-            f"{path} cannot be read as Parquet or Arrow: {reason}",
-            hint="check the name and your permission to read it, or copy the file again",
-        ) from None
+        raise _explain_unread(path, reason) from None
+
+
+def _explain_unread(path: Path, reason: str) -> DataError:
+    """Return the error for a file that pyarrow could not read, from the first bytes of the file."""
+    message = f"{path} cannot be read as Parquet or Arrow: {reason}"
+    try:
+        with path.open("rb") as file:
+            head = file.read(1024)
+    except OSError:
+        return DataError(message, hint="check the name and your permission to read it")
+    if not head:
+        return DataError(f"{path} is empty", hint="write it again as Parquet or Arrow")
+    if not head.startswith((PARQUET, ARROW)) and min(head) >= ord("\t"):  # no control characters
+        reader = "json.read_json" if head.lstrip().startswith(b"{") else "csv.read_csv"
+        return DataError(
+            f"{path} is a text file, not Parquet or Arrow",
+            hint=f"convert it once: pyarrow.parquet.write_table(pyarrow.{reader}("
+            f"{path.name!r}), {path.with_suffix('.parquet').name!r})",
+        )
+    return DataError(message, hint="write it as Parquet or Arrow, or copy it again if it is cut")
 
 
 @functools.cache
