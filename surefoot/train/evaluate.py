@@ -31,7 +31,7 @@ from surefoot.components.data.feed import WHOLE, Share, to_device
 from surefoot.components.data.loader.jobs import look
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.iterated import Iterated, copy_of
-from surefoot.components.metrics import Better
+from surefoot.components.metrics import Better, Mean
 from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, ResolvedTask, Source, as_loss
@@ -442,6 +442,14 @@ def _metrics(task: ResolvedTask, output: Output, inputs: Batch) -> dict[str, Met
             f"{type(found[bad[0]]).__name__}, which does not merge",
             hint="return accuracy(...), perplexity(...), mean_of(total, count) or the like",
         )
+    for name, metric in found.items():
+        for part in (metric.total, metric.count) if isinstance(metric, Mean) else ():
+            if isinstance(part, Tensor) and part.numel() != 1:
+                raise TaskError(
+                    f"the total or the count of metric {name!r} of task {task.name} has shape "
+                    f"{tuple(part.shape)}",
+                    hint="sum over the items, and count them: mean_of(errors.sum(), len(errors))",
+                )
     return found
 
 

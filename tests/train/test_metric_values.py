@@ -15,6 +15,7 @@ import torch
 from surefoot import Run
 from surefoot.contract.events import Evaluated
 from surefoot.core.errors import TaskError
+from surefoot.metrics import FromTorchmetrics, mean_of, perplexity
 from surefoot.train.run import drive
 from tests.train.small import Small, records, spec
 
@@ -103,3 +104,84 @@ def test_metrics_without_names_are_refused_with_what_was_given(
     with pytest.raises(TaskError, match=f"returned {words}, not metrics by name") as caught:
         Run(spec(2), Nameless(given), folder=tmp_path / "a", quiet=True).__enter__()
     assert "return a dict" in str(caught.value.hint)
+
+
+SPREAD: dict[str, tuple[Any, str]] = {
+    "total of each sample": (lambda right: mean_of(right, len(right)), r"has shape \(4,\)"),
+    "count of each sample": (
+        lambda right: mean_of(right.sum(), torch.ones(4)),
+        r"has shape \(4,\)",
+    ),
+    "total of each sample and class": (
+        lambda right: mean_of(right[:, None].expand(4, 3), 4),
+        r"has shape \(4, 3\)",
+    ),
+    "nats of each token": (lambda right: perplexity(right, 4), r"has shape \(4,\)"),
+}
+
+
+class Spread(Small):
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.make = make
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        return {"own": self.make((output.argmax(-1) == batch[1]).float())}
+
+
+@pytest.mark.parametrize("kind", SPREAD)
+def test_a_total_that_is_not_summed_is_refused_with_the_name_of_its_metric(
+    kind: str, tmp_path: Path
+) -> None:
+    make, message = SPREAD[kind]
+    with (
+        pytest.raises(TaskError, match=f"metric 'own' of task spread {message}") as caught,
+        Run(spec(2, evaluate={"batch": 4}), Spread(make), folder=tmp_path / "run", quiet=True),
+    ):
+        pass
+    assert "mean_of(errors.sum(), len(errors))" in str(caught.value.hint)
+
+
+class OfTorchmetrics(Small):
+    def __init__(self, metric: Any) -> None:
+        super().__init__()
+        self.metric = metric
+
+    def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
+        return {"own": FromTorchmetrics(self.metric).observe(output, batch[1])}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("MulticlassF1Score", {"average": "none"}, r"metric 'own' .* of shape \(3,\)"),
+        ("MulticlassAccuracy", {"average": None}, r"metric 'own' .* of shape \(3,\)"),
+        ("MulticlassConfusionMatrix", {}, r"metric 'own' .* of shape \(3, 3\)"),
+        ("MulticlassROC", {"thresholds": 5}, r"(?s)metric 'own' .* a tuple"),
+    ],
+)
+def test_a_metric_of_torchmetrics_with_several_numbers_is_named(
+    name: str, arguments: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    kinds = pytest.importorskip("torchmetrics.classification")
+    task = OfTorchmetrics(getattr(kinds, name)(3, **arguments))
+    with (
+        pytest.raises(TaskError, match=message) as caught,
+        Run(spec(2), task, folder=tmp_path / "run", quiet=True),
+    ):
+        pass
+    assert "return one metric for each number" in str(caught.value.hint)
+
+
+def test_a_collection_of_torchmetrics_leads_to_an_entry_for_each(tmp_path: Path) -> None:
+    torchmetrics = pytest.importorskip("torchmetrics")
+    kinds = torchmetrics.classification
+    collection = torchmetrics.MetricCollection(
+        [kinds.MulticlassF1Score(3), kinds.MulticlassAccuracy(3)]
+    )
+    with (
+        pytest.raises(TaskError) as caught,
+        Run(spec(2), OfTorchmetrics(collection), folder=tmp_path / "run", quiet=True),
+    ):
+        pass
+    assert "for name, each in collection.items()" in str(caught.value.hint)

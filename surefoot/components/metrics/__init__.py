@@ -196,9 +196,13 @@ class FromTorchmetrics:
         ):
             import torchmetrics
         if not isinstance(metric, torchmetrics.Metric):
+            is_collection = isinstance(metric, torchmetrics.MetricCollection)
             raise TaskError(
                 f"{type(metric).__name__} is not a torchmetrics metric",
-                hint="pass torchmetrics.F1Score(...) or the like",
+                hint="give each of its metrics an entry of its own: {name: FromTorchmetrics(each)"
+                ".observe(output, targets) for name, each in collection.items()}"
+                if is_collection
+                else "pass torchmetrics.F1Score(...) or the like",
             )
         self._metric = metric
         higher = metric.higher_is_better
@@ -220,5 +224,7 @@ class FromTorchmetrics:
         return FromTorchmetrics(merged, better=self.better)
 
     def value(self) -> Any:
-        """Return what the metric computes, which must be one number for a score."""
-        return self._metric.compute()
+        """Return the value; an evaluation raises an error for one that is not a single number."""
+        computed = self._metric.compute()
+        is_number = isinstance(computed, Tensor) and computed.numel() == 1
+        return float(computed) if is_number else computed
