@@ -74,6 +74,7 @@ def make_updates(
     for update in stated:
         optimizers, summary = _optimizers(spec, task, model, update, many)
         notes += [f"{update.name}: {line}" if many else line for line in summary]
+        notes += _set_training_mode(optimizers)
         guarded = GuardedUpdate(
             optimizers,
             clip=spec.optim.clip,
@@ -243,6 +244,21 @@ def _optimizers(
             hint="return a torch.optim.Optimizer",
         )
     return (_refuse_lbfgs(made),), (f"{type(made).__name__} of the task's optimizer(groups)",)
+
+
+def _set_training_mode(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
+    """Set the training mode of optimizers that have modes, as schedule-free ones; return notes."""
+    notes = []
+    for optimizer in optimizers:
+        train: Any = getattr(optimizer, "train", None)
+        if callable(train) and callable(getattr(optimizer, "eval", None)):
+            train()
+            notes.append(
+                f"{type(optimizer).__name__} has train() and eval(): surefoot calls only train(), "
+                "so evaluations and checkpoints use the weights of the training mode; to evaluate "
+                "other weights, call eval() before run.evaluate() and train() after it"
+            )
+    return notes
 
 
 def _refuse_lbfgs(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

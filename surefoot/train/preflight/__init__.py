@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from surefoot.core.errors import SpecError
+import torch
+
+from surefoot.core.errors import InputError, SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, draws, norms
 from surefoot.train.record.noticed.unheld import describe_task, watch_task
@@ -16,6 +18,12 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     skipped: the first attempt has made it. Raises TaskError or SpecError for a run that cannot be
     trained.
     """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise InputError(
+            "the run starts where gradients are disabled: inside torch.no_grad(), "
+            "torch.inference_mode() or after torch.set_grad_enabled(False)",
+            hint="start the run outside of it, or inside `with torch.enable_grad():`",
+        )
     offload = assembly.spec.memory.offload
     if offload != "none" and assembly.engine.device.type == "cpu":
         raise SpecError(
