@@ -19,6 +19,7 @@ from surefoot.core.errors import TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.rewritten import WeightSnapshot, find_rewritten
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
+from surefoot.runtime.attributes.values import small_attributes
 
 
 @contextmanager
@@ -80,6 +81,19 @@ def preserve_state(
         np.random.set_state(numpy_state)  # noqa: NPY002
         for index, cuda_state in enumerate(on_devices):
             torch.cuda.set_rng_state(cuda_state, index)
+
+
+@contextmanager
+def preserve_attributes(task: object) -> Iterator[None]:
+    """Restore the small attributes of a task, such as counters, at the end of the context."""
+    held = small_attributes(task)
+    snapshot = AttributeSnapshot(nn.Module(), [(task, name) for name in held])
+    try:
+        yield
+    finally:
+        for name in small_attributes(task).keys() - held.keys():
+            del vars(task)[name]
+        snapshot.put_back()
 
 
 class ModeSwitch:

@@ -24,7 +24,7 @@ LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
 SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}
 # of one attribute: a larger one is a table, and reading it would take longer than a step
 MAX_VALUES = 10_000
-Slot = tuple[nn.Module, str]
+Slot = tuple[Any, str]  # an object, such as a module, and the name of an attribute
 NOTHING: Mapping[str, Any] = {}
 
 
@@ -44,6 +44,35 @@ def attributes_of(module: nn.Module) -> dict[str, Any]:
         for name, value in vars(module).items()
         if name not in OF_TORCH and name not in derived
     }
+
+
+def small_attributes(owner: object) -> dict[str, Any]:
+    """Return the attributes of an object, such as a task, that hold numbers, text or small tensors.
+
+    Data is left out: values with more than MAX_VALUES entries, characters or elements. Tensors that
+    require gradients, and objects, are left out too.
+    """
+    return {
+        name: value
+        # as a list: the thread that reads samples may add an attribute
+        for name, value in list(getattr(owner, "__dict__", {}).items())
+        if name not in OF_TORCH and _is_small(value)
+    }
+
+
+def _is_small(value: Any) -> bool:
+    leaves = find_leaves(value)
+    if leaves is None or any(isinstance(each, Tensor) and each.requires_grad for each in leaves):
+        return False
+    return sum(map(_count_elements, leaves)) <= MAX_VALUES
+
+
+def _count_elements(leaf: Any) -> int:
+    if isinstance(leaf, Tensor):
+        return leaf.numel()
+    if isinstance(leaf, np.ndarray):
+        return leaf.size
+    return len(leaf) if isinstance(leaf, str | bytes) else 1
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
@@ -78,7 +107,7 @@ def find_leaves(value: Any) -> list[Any] | None:
         each = left.pop()
         count += 1
         parts = parts_of(each)
-        if parts is not None and count <= MAX_VALUES:
+        if parts is not None and count + len(each) <= MAX_VALUES:
             left.extend(part for _, part in parts)
         elif isinstance(each, LEAVES) and count <= MAX_VALUES:
             found.append(each)

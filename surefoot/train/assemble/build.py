@@ -45,7 +45,7 @@ from surefoot.train.environment import (
     set_seeds,
 )
 from surefoot.train.evaluate import Evaluation, try_out
-from surefoot.train.quiet import set_modes
+from surefoot.train.quiet import preserve_attributes, set_modes
 from surefoot.train.record.batch_results import describe_unshared, watch
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
 from surefoot.train.step import LiveUpdate, Stepper
@@ -232,17 +232,18 @@ def _try_out(
     split = spec.evaluate.split
     watched = watch(task, unshared)
     source = read(split)
-    return try_out(
-        model,
-        watched,
-        Sound(source) if spec.data.on_bad == "skip" else source,
-        split=split,
-        score=spec.evaluate.score,
-        device=device,
-        batch=spec.evaluate.batch or spec.train.batch,
-        # weights stored in bf16 cannot compute in fp32
-        precision=spec.precision.weights,
-    )
+    with preserve_attributes(task.task):
+        return try_out(
+            model,
+            watched,
+            Sound(source) if spec.data.on_bad == "skip" else source,
+            split=split,
+            score=spec.evaluate.score,
+            device=device,
+            batch=spec.evaluate.batch or spec.train.batch,
+            # weights stored in bf16 cannot compute in fp32
+            precision=spec.precision.weights,
+        )
 
 
 def _find_warnings(

@@ -7,6 +7,7 @@ import torch
 from surefoot.core.errors import InputError, SpecError
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight import contract, draws, norms
+from surefoot.train.quiet import preserve_attributes
 from surefoot.train.record.noticed.unheld import describe_task, watch_task
 from surefoot.train.resume.state import LiveState
 
@@ -37,7 +38,8 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
         )
     LiveState(assembly).check()
     generators = watch_task(assembly)
-    with assembly.engine.stepper.eager():  # no step repeats these passes
+    # no step repeats these passes
+    with assembly.engine.stepper.eager(), preserve_attributes(assembly.task.task):
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(

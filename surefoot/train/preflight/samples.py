@@ -22,7 +22,7 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import halves as halving
 from surefoot.train.preflight.training_mode import trial_in_training_mode
-from surefoot.train.quiet import preserve_state, read_streams
+from surefoot.train.quiet import preserve_attributes, preserve_state, read_streams
 from surefoot.train.step import LiveUpdate
 
 NUM_SAMPLES = 8
@@ -70,6 +70,7 @@ class Trials:
         versions = in_place.Versions(tried)
         # a loss may compute gradients, for example for a gradient penalty
         with (
+            preserve_attributes(assembly.task.task),
             watch_weights(assembly.model),
             trial_in_training_mode(assembly)
             if trains

@@ -19,7 +19,7 @@ from surefoot.core.errors import InputError
 from surefoot.core.units import format_bytes, format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.out_of_memory import WithinMemory
-from surefoot.train.quiet import preserve_state
+from surefoot.train.quiet import preserve_attributes, preserve_state
 from surefoot.train.record.noticed.attribute_notes import OptimizerWatch
 from surefoot.train.record.noticed.in_place import WatchedForWrites
 from surefoot.train.record.noticed.unfreezing import Unfreezing
@@ -89,7 +89,11 @@ class PeakCheck:
                     "the source returns each batch once, and the prediction would "
                     "consume the first batch"
                 )
-            with preserve_state(assembly.model, assembly.task.state), torch.enable_grad():
+            with (
+                preserve_attributes(assembly.task.task),
+                preserve_state(assembly.model, assembly.task.state),
+                torch.enable_grad(),
+            ):
                 return predict(
                     assembly.spec,
                     assembly.task,
