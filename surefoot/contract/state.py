@@ -29,6 +29,13 @@ def leaf_of(tensor: Tensor) -> Tensor:
     return parameter
 
 
+def run_last(parameter: Tensor, hook: int) -> None:
+    """Move a post-accumulate hook, given by the id of its handle, behind those added after it."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    if next(reversed(hooks)) != hook:
+        hooks[hook] = hooks.pop(hook)
+
+
 class Owner(Protocol):
     """Object that manages sharded parameters; `publish` writes updated rows back to the model."""
 

@@ -72,10 +72,10 @@ def test_each_gradient_is_gone_before_the_next_one_comes() -> None:
         living.append(sum(each.grad is not None for each in model.parameters()))
 
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(watch)  # called after that of the update
+        parameter.register_post_accumulate_grad_hook(watch)  # called before that of the update
     norm = inside.step(lambda: model(torch.randn(4, 8)).square().sum().backward())
     assert norm > 0
-    assert living == [0] * 6
+    assert living == [1] * 6
     assert all(parameter.grad is None for parameter in model.parameters())
     model(torch.randn(4, 8)).sum().backward()  # outside a step gradients are gathered as ever
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from surefoot.components.optim.fused import FusedGroup, has_step_hooks, reason_not_fused
 from surefoot.components.optim.update import GuardedUpdate
+from surefoot.contract.state import run_last
 from surefoot.core.errors import InputError, NumbersError
 
 
@@ -36,15 +37,21 @@ class UpdateInBackward:
         guarded.on_device = False  # the host sets the learning rates and counts steps
         self._norms: list[Tensor] = []
         self._is_on = False
-        self._hooked: set[Tensor] = set()
+        self._hooks: dict[Tensor, int] = {}  # parameter -> id of its update hook
         self._hook()
 
     def _hook(self) -> None:
-        """Add the update hook to each parameter that has none, since groups may have been added."""
+        """Add the update hook to each parameter that has none, since groups may have been added.
+
+        It runs after the hooks that a loop has added, because it frees the gradient.
+        """
         for parameter in self._guarded.parameters:
-            if parameter not in self._hooked:
-                self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+            hook = self._hooks.get(parameter)
+            if hook is None:
+                added = parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+                self._hooks[parameter] = added.id
+            else:
+                run_last(parameter, hook)
 
     def _find_places(self) -> dict[int, tuple[FusedGroup, int]]:
         """Return the fused group of each parameter, and its index in that group, by its `id`."""

@@ -91,7 +91,8 @@ def keep_on_host(model: nn.Module) -> None:
 
 def _serve(parameter: Tensor, master: Tensor) -> None:
     master.served, parameter.master = parameter, master  # type: ignore[attr-defined]
-    parameter.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
+    hook = parameter.register_post_accumulate_grad_hook(_hand_over)  # type: ignore[no-untyped-call]
+    parameter.hand_over = hook.id  # type: ignore[attr-defined]
 
 
 def find_norms(model: nn.Module) -> list[nn.Module]:

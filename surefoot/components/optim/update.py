@@ -23,7 +23,7 @@ from surefoot.components.optim.snapshot import (
     is_current,
     parameters_of,
 )
-from surefoot.contract.state import leaf_of
+from surefoot.contract.state import leaf_of, run_last
 from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskError
 
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
@@ -221,7 +221,10 @@ class GuardedUpdate:
         for parameter in self._parameters:
             parameter.grad = None
         for parameter in self._masters:
-            leaf_of(parameter).grad = None
+            leaf: Any = leaf_of(parameter)
+            leaf.grad = None
+            if (hook := getattr(leaf, "hand_over", None)) is not None:
+                run_last(leaf, hook)  # hooks that the loop added see the gradient first
 
     @property
     def rates(self) -> list[float]:

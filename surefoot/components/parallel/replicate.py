@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from surefoot.components.parallel.wires import (
     Wait,
     Wire,
 )
-from surefoot.contract.state import master_of
+from surefoot.contract.state import master_of, run_last
 from surefoot.core.errors import TaskError
 from surefoot.runtime.comm.group import Group
 
@@ -127,9 +126,7 @@ class Replicas:
                 hint=ONE_PASS,
             )
         for leaf, handle in zip(self._leaves, self._hooks, strict=True):
-            hooks: Any = leaf._post_accumulate_grad_hooks
-            if next(reversed(hooks)) != handle.id:  # hooks that the loop added run first
-                hooks[handle.id] = hooks.pop(handle.id)
+            run_last(leaf, handle.id)  # hooks that the loop added run first
         if not self._buckets:
             self._build_buckets()
         for bucket in self._buckets:

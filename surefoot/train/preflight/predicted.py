@@ -262,20 +262,26 @@ def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Predicti
     average = assembly.engine.average
     gradients: RankGradients | None = None
 
-    def take_step() -> None:
+    def take_step(mark: Any = None) -> None:
         for update in updates:
             update.guarded.clear_gradients()
+            # after the hooks that move a gradient to the master, which are last from here on
+            marked = trained if mark is not None else ()
+            hooks = [cast(Any, each).register_post_accumulate_grad_hook(mark) for each in marked]
             for number, batch in enumerate(batches, start=1):
                 if gradients is not None:
                     gradients.begin_pass(is_last=number == len(batches))
                 _pass(watched, assembly, update, batch)
             if gradients is not None:
                 gradients.end_passes()
+            for hook in hooks:
+                hook.remove()
             if update.in_backward is None:
                 update.guarded.apply(1.0)
         if average is not None:
             average.update()
 
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     take_step()
     for update in updates:
         update.guarded.clear_gradients()
@@ -283,15 +289,10 @@ def _trace(assembly: Assembly, batches: list[Any], share: RankShare) -> Predicti
         for tensor in tensors:
             watched.hold(tensor, kind, share.of(kind))
     watched.reserve(share.gathered_bytes(model), GATHERED)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if share.layout.world_size > 1:
         gradients = RankGradients(share, model, watched)
-    mark: Any = functools.partial(_mark, watched, gradients)
-    hooks = [cast(Any, each).register_post_accumulate_grad_hook(mark) for each in trained]
     with track_blocks(_parts(model), watched.enter), watched:
-        take_step()
-    for hook in hooks:
-        hook.remove()
+        take_step(functools.partial(_mark, watched, gradients))
     most, terms = watched.peak()
     copies = copied_bytes(model)
     if copies:

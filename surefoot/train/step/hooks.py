@@ -149,7 +149,9 @@ class _OnParameter:
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
-        factor = self._factors.of_sum
+        # the gradient of a parameter with a master is that of this pass: the master has the sum
+        has_sum = getattr(parameter, "hand_over", None) is None
+        factor = self._factors.of_sum if has_sum else self._factors.of_pass
         if not self._factors.is_on or hasattr(parameter, "device_mesh"):
             return
         if _is_one(factor) or parameter.grad is None:
