@@ -139,5 +139,5 @@ def join_batchnorm(model: nn.Module) -> list[SyncNorm]:
                 hint="leave train.batchnorm out",
             )
     for module in found.values():
-        module.__class__ = SyncNorm
+        module.__class__ = SyncNorm  # type: ignore[assignment]
     return cast(list[SyncNorm], list(found.values()))

@@ -29,8 +29,10 @@ VALUES = {
     "reducelronplateau": "plateau",
 }
 # optimizers of PyTorch that a task can return, but a spec cannot name
-OTHER_OPTIMIZERS = ("RAdam", "NAdam", "Adamax", "SparseAdam", "Adagrad", "Adadelta", "Adafactor")
-OTHER_OPTIMIZERS += ("RMSprop", "Rprop", "ASGD")
+OTHER_OPTIMIZERS = (
+    *("RAdam", "NAdam", "Adamax", "SparseAdam", "Adagrad", "Adadelta", "Adafactor"),
+    *("RMSprop", "Rprop", "ASGD"),
+)
 NEAR, NEAR_IN_TABLE = 0.75, 0.5  # how alike two names are, from 0 to 1
 MAX_SUGGESTIONS = 4  # suggestions
 TABLES = {

@@ -204,10 +204,11 @@ class _RestoredAttributes(AbstractContextManager[None]):
 
 def _assign(slot: Slot, value: Any) -> None:
     module, name = slot
+    held: dict[str, Any] = module.__dict__
     if value is ABSENT:
-        vars(module).pop(name, None)
+        held.pop(name, None)
     else:
-        vars(module)[name] = value
+        held[name] = value
 
 
 def _copy_of_old_value(value: Any, copy: Any) -> Any:

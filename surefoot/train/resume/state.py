@@ -369,7 +369,8 @@ class LiveState:
         weights, the optimizer state and the average.
         """
         # attributes of the task may differ between ranks
-        others, per_rank = {"task_attributes": {}}, rank_state.find_per_rank(self._assembly.task)
+        others: dict[str, Any] = {"task_attributes": {}}
+        per_rank = rank_state.find_per_rank(self._assembly.task)
         skeleton, kept = self._split(others, without=per_rank)
         of_all = {f"buffers/{name}": each for name, each in self._model.named_buffers()}
         if self._sharded is None or not self._sharded.splits_weights:

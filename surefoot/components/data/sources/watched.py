@@ -181,7 +181,7 @@ class ObservedLoader:
 
         A loader with `load_state_dict` restores the seed of its workers itself.
         """
-        loader = getattr(self.data, "base_dataloader", self.data)
+        loader: Any = getattr(self.data, "base_dataloader", self.data)
         keeps = isinstance(loader, DataLoader) and loader.persistent_workers
         return loader if keeps and not hasattr(loader, "load_state_dict") else None
 
@@ -273,7 +273,8 @@ class ObservedLoader:
 
     def _keep_position(self, iterator: Iterator[Any]) -> Callable[[Any], None]:
         """Return a function that puts the next batch back, if the stream keeps its position."""
-        data = stream = self.data
+        data: Any = self.data
+        stream = data
         if isinstance(data, DataLoader):
             stream = data.dataset
             reads_here = isinstance(stream, IterableDataset) and not data.num_workers
