@@ -301,10 +301,8 @@ def load(use: str, parameters: Mapping[str, Any]) -> ResolvedTask:
         raise _failed_import(use, error) from error
     made = getattr(module, class_name, None)
     if made is None:
-        raise TaskError(
-            f"{module_name} has no {class_name}",
-            hint=f"it has: {signature.name_nearest(class_name, _classes(module))}",
-        )
+        hint = f"it has: {signature.name_nearest(class_name, _classes(module))}"
+        raise TaskError(f"{module_name} has no {class_name}", hint=hint)
     try:
         task = made(**parameters)
     except SurefootError:

@@ -168,7 +168,6 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     engine, more = _make_engine(
         spec, resolved, model, updates, course, recomputed, sharded, group, device
     )
-    trained = TrainedSet(model)
     return Assembly(
         spec,
         resolved,
@@ -182,7 +181,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
         told,
         tried,
         warnings,
-        trained=trained,
+        trained=TrainedSet(model),
     )
 
 

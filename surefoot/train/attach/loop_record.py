@@ -129,17 +129,19 @@ class LoopRecord:
                     notes=(*notes, describe_guarantee(data), *describe(group)),
                 ),
             )
-        for note in notes if group.is_first else ():
+        self._tell_start(notes if group.is_first else (), chosen.damaged)
+        self._stop_listening = self.clock.listen_to_collections()
+        self.clock.switch(OTHER)
+
+    def _tell_start(self, notes: Sequence[str], damaged: Sequence[str]) -> None:
+        for note in notes:
             self._console.warn(note)
-        lost = self._keeper.lost_commits
         for fault in (
-            *(Guard.damaged_log(self.step, line) for line in chosen.damaged),
-            *([Guard.lost_commit(self.step, lost)] if lost else []),
+            *(Guard.damaged_log(self.step, line) for line in damaged),
+            *([Guard.lost_commit(self.step, lost)] if (lost := self._keeper.lost_commits) else []),
             *self._keeper.find_read_ahead(self.step),
         ):
             self._report(fault)
-        self._stop_listening = self.clock.listen_to_collections()
-        self.clock.switch(OTHER)
 
     @property
     def folder(self) -> Path:
@@ -322,12 +324,11 @@ class LoopRecord:
         if (fault := self._pending.find_fault(self.step, len(taken))) is not None:
             self._report(fault)
         self.num_samples += count
-        rate = learning_rate_of(self._optimizers[0].param_groups[0])
         report = StepReport(
             step=self.step,
             epoch=self._epoch,
             num_samples=count,
-            learning_rate=rate,
+            learning_rate=learning_rate_of(self._optimizers[0].param_groups[0]),
             totals={"loss": (value * weight, weight, 1.0)},
             norm=None,
             was_applied=True,

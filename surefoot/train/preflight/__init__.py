@@ -6,7 +6,7 @@ import torch
 
 from surefoot.core.errors import InputError, SpecError
 from surefoot.train.assemble import Assembly
-from surefoot.train.preflight import contract, draws, norms
+from surefoot.train.preflight import contract, norms, samples
 from surefoot.train.quiet import preserve_attributes
 from surefoot.train.record.noticed.unheld import describe_task, watch_task
 from surefoot.train.resume.state import LiveState
@@ -43,6 +43,6 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(
-            [*measured, *draws.check(assembly), *describe_task(assembly, generators)]
+            [*measured, *samples.check_draws(assembly), *describe_task(assembly, generators)]
         )
     return notes

@@ -16,8 +16,7 @@ from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.halves import cut_batch
-from surefoot.train.preflight.training_mode import can_try, trial_in_training_mode
-from surefoot.train.quiet import preserve_state
+from surefoot.train.quiet import can_try, preserve_state, trial_in_training_mode
 from surefoot.train.record.carried import CarriedState
 from surefoot.train.step import LiveUpdate
 

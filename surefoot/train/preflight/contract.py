@@ -24,9 +24,8 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
-from surefoot.train.preflight.training_mode import can_try
-from surefoot.train.quiet import preserve_state
-from surefoot.train.step import check_count, check_splittable
+from surefoot.train.quiet import can_try, preserve_state
+from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
 
 OVER_BATCHES = (
@@ -50,7 +49,7 @@ def check(assembly: Assembly) -> list[str]:
     split although the spec splits it.
     """
     notes: list[str] = []
-    trials = samples.Trials(assembly)
+    trials = samples.LossTrials(assembly)
     state = assembly.task.state
     window, source = assembly.feed.window(0), assembly.feed.source
 
@@ -66,9 +65,8 @@ def check(assembly: Assembly) -> list[str]:
             [trials.attempt(update, batch, what=what).loss for update in assembly.updates],
         )
 
-    train = assembly.spec.train
     splits = (
-        (train.microbatch is not None and train.microbatch < train.batch)
+        assembly.feed.has_microbatches
         or assembly.spec.memory.on_oom == "halve"
         or len(assembly.feed.microbatches(window)) > 1  # on several ranks
     )
@@ -102,13 +100,7 @@ def check(assembly: Assembly) -> list[str]:
         for update, whole in zip(assembly.updates, wholes, strict=True):
             if whole.additive and update.name not in trials.training_only and can_try(assembly):
                 found = _check_in_training_mode(
-                    assembly,
-                    f"{update.name} in training mode",
-                    partial(trials.attempt, update, trains=True),
-                    read,
-                    whole,
-                    (ids, batch),
-                    splits=splits,
+                    trials, update, read, whole, (ids, batch), splits=splits
                 )
                 assembly.warnings.extend(found)
         if splits:
@@ -130,9 +122,8 @@ def check(assembly: Assembly) -> list[str]:
 
 
 def _check_in_training_mode(
-    assembly: Assembly,
-    name: str,
-    attempt: halving.Try,
+    trials: samples.LossTrials,
+    update: LiveUpdate,
     read: Callable[[np.ndarray], Batch],
     evaluated: Loss,
     first: tuple[np.ndarray, Batch],
@@ -142,9 +133,8 @@ def _check_in_training_mode(
     """Check that a loss is a sum in training mode too, if it differs from `evaluated`.
 
     Args:
-        assembly: the run.
-        name: the name of the update, with the mode.
-        attempt: computes the loss of a batch in training mode.
+        trials: the trials of the losses.
+        update: the update.
         read: reads a batch.
         evaluated: the loss of the batch in evaluation mode.
         first: the samples and their batch.
@@ -153,6 +143,7 @@ def _check_in_training_mode(
     Raises:
         TaskError: for a mean, and with `splits` for any other loss that is not a sum.
     """
+    name, attempt = f"{update.name} in training mode", partial(trials.attempt, update, trains=True)
     ids, batch = first
     try:
         trained = attempt(batch, 0)
@@ -162,7 +153,7 @@ def _check_in_training_mode(
         return []
     # random draws of training, such as mixing samples, may change the loss of a small batch
     is_split = splits and not trained.draws
-    found = _check_sums(assembly, name, attempt, read, batch, ids, splits=is_split)
+    found = _check_sums(trials.assembly, name, attempt, read, batch, ids, splits=is_split)
     return [each for each in found if halving.UNCHECKED not in each]
 
 

@@ -172,12 +172,8 @@ def check_sums(
             continue
         values = _values(tried, index)
         verdict = judge(values, is_same=is_same)
-        if (
-            verdict in ("sum", "unknown")
-            and is_same
-            and len(tried) == 1
-            and _adds_constant(attempt, halves, index, values[0])
-        ):
+        can_look = verdict in ("sum", "unknown") and is_same and len(tried) == 1
+        if can_look and _adds_constant(attempt, halves, index, values[0]):
             verdict = "other"
         if verdict != "sum" and _is_constant(
             [each.loss.terms[index] for each in tried[0] if index < len(each.loss.terms)]

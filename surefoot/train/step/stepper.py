@@ -316,11 +316,8 @@ class Stepper:
             self.ranks.open(index, self._first, self._num_cut)
         if is_split or self._hooks.is_split:
             self._hooks.begin(is_split=is_split)
-        with (
-            _INSIDE
-            if self.ranks is None and self._look is None
-            else self._pass_context() as gathered
-        ):
+        is_plain = self.ranks is None and self._look is None
+        with _INSIDE if is_plain else self._pass_context() as gathered:
             for position, batch in enumerate(batches):
                 if position:
                     switch(FORWARD)
