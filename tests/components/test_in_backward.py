@@ -121,7 +121,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_ends_the_run(tmp_path: Path
             {"train": {"microbatch": 2, "batch": 4}},
             "the gradients of several microbatches are summed first",
         ),
-        ({"optim": {}}, "optim.clip = 1 (the default) needs the norm"),
+        ({"optim": {}}, r"optim\.clip = 1 \(the default\) needs the norm"),
         ({"optim": {"clip": 0.0, "clip_value": 1.0}}, "clip_value clips all"),
         ({"optim": {"clip": 0.0, "name": "muon"}}, "'muon' updates all parameters at once"),
         ({"optim": {"clip": 0.0, "name": "lamb"}}, "'lamb' updates all parameters at once"),

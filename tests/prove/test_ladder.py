@@ -49,7 +49,7 @@ def test_each_rung_that_is_here_changes_the_plain_start_and_can_be_written(
         assert rung.is_here or rung.needs
         if rung.name == "update in backward":
             with pytest.raises(
-                InputError, match=r"cannot be combined with this spec: optim\.clip = 1"
+                InputError, match=r"cannot be combined with this spec: optim\.clip = 1 "
             ):
                 rung.on(start)
             rung.on(start.replace(optim={"clip": 0.0}, stability={"nonfinite": "stop"}))
