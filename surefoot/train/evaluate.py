@@ -231,6 +231,9 @@ def _evaluate_batch(
         (each.name, each.total.detach().double(), each.count, each.weight)
         for each in (() if loss is None else loss.terms)
     )
+    for name, _, count, _ in terms:
+        if not isinstance(count, Tensor):  # a tensor is checked once, in the sum
+            check_count(name, count)
     count = num_samples if num_samples is not None else _count_of(terms)
     return BatchResult(count, terms, _metrics(task, output, inputs))
 

@@ -137,7 +137,7 @@ CHANGES = {
         ["is a mean, not a sum", 'reduction="sum"'],
     ),
     "loss is a tensor": ("return Loss.sum(", "return max(", ["must be a Loss; got a Tensor"]),
-    "loss is None": ("# LOSS", "return None", ["must be a Loss; got a NoneType"]),
+    "loss is None": ("# LOSS", "return None", ["is None, and the task has no metrics"]),
     "loss is a vector": ('reduction="sum"', 'reduction="none"', ["scalar"]),
     "loss has no gradient": ('reduction="sum")', 'reduction="sum").detach()', ["gradient"]),
     "loss has no term": ("return Loss.sum(", "return Loss(); return Loss.sum(", ["has no term"]),
