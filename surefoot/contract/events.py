@@ -286,8 +286,10 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
     path = folder / FILE
     passed = KINDS.keys() - {kind.kind for kind in only} if only else frozenset[str]()
     found, newer, num_events = [] if damaged is None else damaged, "", 0
+    line = ""
     with _open(folder) as lines:
-        for number, line in enumerate(lines, start=1):
+        for number, following in enumerate(lines, start=1):
+            before, line = line, following
             if only and (kind := _kind_of(line)) in passed:
                 num_events += 1
                 if newer and kind != Started.kind:
@@ -302,11 +304,15 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
                     break
                 found.append(f"{path}:{number} is not an event: {line[:60].rstrip()!r}")
                 continue
+            # an attempt does not mix the formats of two versions
             if row.get("v", 0) > VERSION:
-                newer = newer or f"{path}:{number} has format {row['v']}, newer than {VERSION}"
+                told = f"{path}:{number} has format {row['v']}, newer than {VERSION}"
+                if _is_of_attempt(before, row):
+                    found.append(told)
+                else:
+                    newer = newer or told
                 continue
             if newer and row["kind"] != Started.kind:
-                # an attempt does not mix the formats of two versions
                 found.append(newer)
                 newer = ""
             event = (
@@ -323,6 +329,12 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
         raise RunFolderError(
             f"{found[0]}; no line of the file is an event", hint="give the log of a run"
         )
+
+
+def _is_of_attempt(line: str, row: Mapping[str, Any]) -> bool:
+    """Return whether `line` has a format of this version, and the attempt of `row`."""
+    before = _row(line) or {"v": VERSION + 1}
+    return before.get("v", 0) <= VERSION and before.get("generation") == row.get("generation")
 
 
 def _open(folder: Path) -> TextIO:

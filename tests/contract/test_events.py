@@ -304,6 +304,21 @@ def test_one_flipped_bit_costs_two_records_at_most(
     assert all("events.jsonl:" in line for line in damaged)
 
 
+@pytest.mark.parametrize("only", [(), (Started,), (Step,)])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_format_that_one_line_of_an_attempt_has_is_damage(
+    number: int, only: tuple[type[Event], ...], tmp_path: Path
+) -> None:
+    journal(tmp_path, started(), step(1), step(2), step(3))
+    lines = (tmp_path / events.FILE).read_text().splitlines(keepends=True)
+    lines[number] = lines[number].replace('"v": 1', '"v": 3')
+    write(tmp_path, "".join(lines))
+    damaged: list[str] = []
+    found = list(events.read(tmp_path, *only, damaged=damaged))
+    assert len(found) == {(): 3, (Started,): 1, (Step,): 2}[only]
+    assert [f"events.jsonl:{number + 1} has format 3" in line for line in damaged] == [True]
+
+
 def test_a_later_version_adds_kinds_and_fields_and_a_later_format_is_refused(
     tmp_path: Path,
 ) -> None:

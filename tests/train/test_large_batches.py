@@ -337,7 +337,7 @@ def test_a_run_left_in_the_middle_of_its_ramp_goes_on_with_the_batch_that_was_du
     [
         ({"train": {"batch": 8, "ramp": [[5, 2], [9, 8]]}}, "is not a ramp"),
         ({"train": {"batch": 8, "ramp": [[0, 2], [0, 8]]}}, "is not a ramp"),
-        ({"train": {"batch": 8, "ramp": [[0, 2], [9, 4]]}}, "at last train.batch"),
+        ({"train": {"batch": 8, "ramp": [[0, 2], [9, 4]]}}, "at last batch = 8"),
         (
             {"train": {"batch": 8, "microbatch": 4, "ramp": [[0, 2], [9, 8]]}},
             r"does not divide 2, a batch of ramp; use one of \[1, 2\]",
