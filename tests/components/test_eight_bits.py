@@ -286,10 +286,10 @@ def test_the_prediction_of_memory_knows_the_smaller_state() -> None:
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"name": "sgd"}, 'not name = "sgd"'),
-        ({"name": "muon"}, 'not name = "muon"'),
-        ({"name": "task"}, 'not name = "task"'),
-        ({"fused": False}, "not fused = false"),
+        ({"name": "sgd"}, "not name = 'sgd'"),
+        ({"name": "muon"}, "not name = 'muon'"),
+        ({"name": "task"}, "not name = 'task'"),
+        ({"fused": False}, "not fused = False"),
         ({"state": "4bit"}, "optim.state is '4bit'"),
     ],
 )
