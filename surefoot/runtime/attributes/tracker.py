@@ -6,10 +6,9 @@ Only these attributes are saved.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from surefoot.runtime.attributes.values import (
@@ -21,7 +20,6 @@ from surefoot.runtime.attributes.values import (
     named_attributes,
     read_forms,
     sign,
-    small_attributes,
 )
 
 
@@ -68,18 +66,14 @@ class AttributeTracker:
             name: sign(value, aliases) for name, value in named_attributes(model).items()
         }
 
-    def find_changed(
-        self, state: Mapping[str, Any] = NOTHING, model: nn.Module | None = None
-    ) -> AttributeChanges:
+    def find_changed(self, state: Mapping[str, Any] = NOTHING) -> AttributeChanges:
         """Return the attributes that have changed since this tracker was created.
 
-        The objects in `state` are saved separately, so that they are not listed as `unsaved`. With
-        `model`, the attributes of this model are compared with the recorded ones.
+        The objects in `state` are saved separately, so that they are not listed as `unsaved`.
         """
-        model = self._model if model is None else model
         held = {id(each) for each in state.values()}
-        aliases = Aliases.of(model, state)
-        now = named_attributes(model)
+        aliases = Aliases.of(self._model, state)
+        now = named_attributes(self._model)
         values, unsaved = dict[str, Any](), list[str]()
         for name, value in now.items():
             signed = sign(value, aliases)
@@ -91,7 +85,7 @@ class AttributeTracker:
             elif (
                 signed is not None
                 and id(value) not in held
-                and not _is_in_state_dict(model, name, aliases)
+                and not _is_in_state_dict(self._model, name, aliases)
             ):
                 unsaved.append(f"{name} ({type(value).__name__})")
         deleted = [
@@ -99,66 +93,10 @@ class AttributeTracker:
         ]
         forms = {
             name: form is not None
-            for name, form in read_forms(model).items()
+            for name, form in read_forms(self._model).items()
             if form != self._forms.get(name, MISSING)
         }
         return AttributeChanges(aliases, values, tuple(deleted), tuple(unsaved), forms)
-
-
-class TaskAttributes:
-    """Tracker of the small attributes of a task, such as a counter that its loss advances.
-
-    `small_attributes` defines which attributes these are.
-    """
-
-    def __init__(
-        self, task: object, model: nn.Module, state: Callable[[], Mapping[str, Any]] | None = None
-    ) -> None:
-        """Record the present attributes.
-
-        The objects that `state` returns are saved separately, and so is the task if it is a module
-        of the model.
-        """
-        self._task, self._model, self._state = task, model, state
-        self._is_saved = any(each is task for each in model.modules())
-        self.tracker = AttributeTracker(self.as_module(), self.saved)
-
-    def as_module(self) -> nn.Module:
-        """Return a module that has the attributes of the task, on the device of the model."""
-        made = nn.Module()
-        device = next((each.device for each in self._model.parameters()), None)
-        made.register_parameter("device", nn.Parameter(torch.empty(0, device=device)))
-        if not self._is_saved:
-            held = {id(each) for each in self.saved().values()}
-            own = small_attributes(self._task)
-            vars(made).update({key: each for key, each in own.items() if id(each) not in held})
-        return made
-
-    def saved(self) -> dict[str, Any]:
-        """Return the objects that are saved separately and that an attribute may refer to."""
-        own = {} if self._state is None else self._state()
-        return {**own, **dict(self._model.named_parameters()), **dict(self._model.named_buffers())}
-
-    def find_changed(self) -> tuple[nn.Module, AttributeChanges]:
-        """Return a module that has the attributes, and those that have changed.
-
-        An attribute that has grown too large, or that has become an object, is listed as unsaved.
-        """
-        module, attributes = self.as_module(), getattr(self._task, "__dict__", {})
-        changed = self.tracker.find_changed(self.saved(), module)
-        grown = [name for name in changed.deleted if name in attributes]
-        return module, replace(
-            changed,
-            deleted=tuple(name for name in changed.deleted if name not in attributes),
-            unsaved=tuple(f"{name} ({type(attributes[name]).__name__})" for name in grown),
-        )
-
-    def take_from(self, module: nn.Module, stored: Mapping[str, Any]) -> None:
-        """Set the attributes of the task that are `stored` in a checkpoint to those of `module`."""
-        for name in stored.get("values", ()):
-            vars(self._task)[name] = vars(module)[name]
-        for name in stored.get("deleted", ()):
-            vars(self._task).pop(name, None)
 
 
 MISSING = object()

@@ -86,7 +86,6 @@ class CheckpointManager:
         self.saved_step = 0
         self.lost_commits = ""  # text on checkpoints that `resume` did not find
         self._attribute_notes = AttributeNotes(group.size)
-        self._task_notes = AttributeNotes(group.size, owner="task")
 
     # ---- when
 
@@ -322,9 +321,8 @@ class CheckpointManager:
         if deleted := self._room.take_deleted():
             telling.room_made(list_steps(deleted), step)
         if self._group.is_first:
-            for words, action in (
-                *self._attribute_notes.take(*self._state.attributes),
-                *self._task_notes.take(*self._state.task_attributes),
+            for words, action in self._attribute_notes.take(
+                self._state.attributes, self._state.unsaved_attributes
             ):
                 telling.fault(GuardFault(step, "attributes", action, words))
         if (slow := self._pace.take()) is not None:

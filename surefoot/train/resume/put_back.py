@@ -7,7 +7,6 @@ from typing import Any
 
 from surefoot.components.checkpoint import MODEL, Commit, as_run_folder_errors, match_buffers
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.attributes.stored import put_back_attributes
 from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.quiet import restore_entry
@@ -80,11 +79,3 @@ def put_back_task_state(state: Mapping[str, Any], saved: Mapping[str, Any]) -> N
                 f"the checkpoint holds the task's state {name!r}, which its state() no longer names"
             )
         restore_entry(name, state[name], value)
-
-
-def put_back_task_attributes(assembly: Assembly, stored: Mapping[str, Any]) -> None:
-    """Restore the attributes of the task that a checkpoint holds."""
-    of_task = assembly.engine.stepper.task_attributes
-    module = of_task.as_module()
-    put_back_attributes(module, stored, of_task.saved())
-    of_task.take_from(module, stored)

@@ -12,9 +12,11 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content
@@ -31,10 +33,8 @@ from surefoot.train.resume.state_files import (
     OPTIMIZER,
     STATE,
     Files,
-    digest_of,
     index_weights,
     name_weight_files,
-    optimizer_bytes,
     write_config,
 )
 
@@ -54,17 +54,9 @@ COMPONENTS = {
     "extra": "buffers",
     "scaler": "scaler",
     "attributes": "buffers",
-    "task_attributes": "task state",
 }
 # buffers that must be finite; other buffers, such as masks, may be infinite
 STATISTICS = ("running_mean", "running_var")
-
-
-class AttributeNames(NamedTuple):
-    """Names of the changed attributes that a checkpoint holds, and of those that it cannot hold."""
-
-    saved: tuple[str, ...]
-    unsaved: tuple[str, ...]
 
 
 class LiveState:
@@ -83,8 +75,8 @@ class LiveState:
         self._sharded = None if ranks is None else ranks.sharded
         held = {} if self._sharded is None else dict(named)
         self._held = {name: master_of(parameter) for name, parameter in held.items()}
-        # changed ones when the last checkpoint was made
-        self.attributes = self.task_attributes = AttributeNames((), ())
+        self.attributes: tuple[str, ...] = ()  # of modules in the last checkpoint
+        self.unsaved_attributes: tuple[str, ...] = ()  # changed, but not storable
 
     def num_bytes(self) -> int:
         """Return the approximate size of a checkpoint: weights, buffers, average, optimizer state.
@@ -102,7 +94,7 @@ class LiveState:
             each for update in self._assembly.updates for each in update.guarded.optimizers
         ]
         of_optimizers = (
-            trained * 2 if self._sharded is not None else sum(map(optimizer_bytes, optimizers))
+            trained * 2 if self._sharded is not None else sum(map(_optimizer_bytes, optimizers))
         )
         return weights + average + of_optimizers + unsent.num_bytes(self._ranks)
 
@@ -319,18 +311,11 @@ class LiveState:
         }
 
     def _attributes(self, task_state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes of modules and the task that have changed since the run was built.
-
-        Their tensors are detached.
-        """
-        stepper = self._assembly.engine.stepper
-        changed = stepper.attributes.find_changed(task_state)
-        stored, unsaved = checkpoint.encode_storable(self._model, changed)
-        of_task, lost = checkpoint.encode_storable(*stepper.task_attributes.find_changed())
-        self.attributes = AttributeNames(tuple(stored.get("values", ())), unsaved)
-        self.task_attributes = AttributeNames(tuple(of_task.get("values", ())), lost)
-        named = {"attributes": stored, "task_attributes": of_task}
-        return {key: each for key, each in named.items() if each}
+        """Return the module attributes that have changed since the model was built, detached."""
+        changed = self._assembly.engine.stepper.attributes.find_changed(task_state)
+        stored, self.unsaved_attributes = checkpoint.encode_storable(self._model, changed)
+        self.attributes = tuple(stored.get("values", ()))
+        return {"attributes": stored} if stored else {}
 
     def _task_state(self) -> Mapping[str, Any]:
         state = self._assembly.task.state
@@ -358,7 +343,7 @@ class LiveState:
         for key, value in skeleton.items():
             words.setdefault(COMPONENTS.get(key, "counters"), {})[key] = value
         return {
-            part: digest_of(found.get(part, {}), words.get(part))
+            part: _digest(found.get(part, {}), words.get(part))
             for part in dict.fromkeys((*found, *words))
         }
 
@@ -368,10 +353,7 @@ class LiveState:
         All ranks of `group` hold the buffers, and unsharded weights; replicas also hold the master
         weights, the optimizer state and the average.
         """
-        # attributes of the task may differ between ranks
-        others: dict[str, Any] = {"task_attributes": {}}
-        per_rank = rank_state.find_per_rank(self._assembly.task)
-        skeleton, kept = self._split(others, without=per_rank)
+        skeleton, kept = self._split({}, without=rank_state.find_per_rank(self._assembly.task))
         of_all = {f"buffers/{name}": each for name, each in self._model.named_buffers()}
         if self._sharded is None or not self._sharded.splits_weights:
             of_all |= {f"weights/{name}": each for name, each in self._model.named_parameters()}
@@ -406,12 +388,7 @@ class LiveState:
         task.
         """
         from surefoot.components.optim.masters import publish
-        from surefoot.train.resume.put_back import (
-            fit_model,
-            put_back_task_attributes,
-            put_back_task_state,
-            put_back_training,
-        )
+        from surefoot.train.resume.put_back import fit_model, put_back_task_state, put_back_training
 
         skeleton = commit.json("state.json")
         with checkpoint.as_run_folder_errors(commit.folder):
@@ -454,7 +431,6 @@ class LiveState:
             extra, task, random = tree["extra"], dict(tree["task"]), tree["random"]
         checkpoint.put_back_extra(self._model, extra)
         put_back_task_state(self._task_state(), task)
-        put_back_task_attributes(self._assembly, tree.get("task_attributes", {}))
         with checkpoint.as_run_folder_errors(commit.folder):
             self._assembly.told.extend(unsent.restore(self._ranks, self._names, commit))
             checkpoint.restore_random(random)
@@ -475,7 +451,6 @@ class LiveState:
                     update["applied_steps"] = now["optimizer"][name]["applied_steps"]
             tree.update({"plateau": now["plateau"]} if "schedule" in parts else {})
             tree.update({part: now[part] for part in ("random", "task") if part in parts})
-            tree.update({"task_attributes": {}} if "task" in parts else {})
 
         return forget
 
@@ -498,3 +473,28 @@ class LiveState:
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().cpu().contiguous()
+
+
+def _digest(tensors: Mapping[str, Tensor], words: Any) -> str:
+    taken = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
+    for name in sorted(tensors):
+        taken.update(name.encode())
+        taken.update(checkpoint.as_buffer(tensors[name].detach().cpu().contiguous()))
+    return taken.hexdigest()
+
+
+def _optimizer_bytes(optimizer: Optimizer) -> int:
+    """Return the size of an optimizer's state, estimated for parameters that have none yet.
+
+    SGD has one value per weight with momentum and none without; two are assumed for the others.
+    """
+    total = 0
+    for group in optimizer.param_groups:
+        is_sgd = "momentum" in group and isinstance(optimizer, torch.optim.SGD)
+        values = int(bool(group["momentum"])) if is_sgd else 2
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {}).values()
+            held = [each for each in state if isinstance(each, Tensor)]
+            own = parameter.numel() * parameter.element_size() * values * parameter.requires_grad
+            total += sum(each.numel() * each.element_size() for each in held) if held else own
+    return total

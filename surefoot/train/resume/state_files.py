@@ -1,17 +1,10 @@
-"""Names, sizes and digests of what a checkpoint stores, and files for other libraries."""
+"""Names of the files of a checkpoint that hold the state, and files for other libraries."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Mapping
-from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-
-from surefoot.components import checkpoint
 
 CLOCK = "clock.json"
 OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
@@ -55,29 +48,3 @@ def write_config(model: nn.Module) -> dict[str, bytes]:
     ):
         return {"config.json": str(config.to_json_string()).encode()}  # type: ignore[union-attr]
     return {}
-
-
-def optimizer_bytes(optimizer: Optimizer) -> int:
-    """Return the size of an optimizer's state, estimated for parameters that have none yet.
-
-    SGD has one value per weight with momentum and none without; two are assumed for the others.
-    """
-    total = 0
-    for group in optimizer.param_groups:
-        is_sgd = "momentum" in group and isinstance(optimizer, torch.optim.SGD)
-        values = int(bool(group["momentum"])) if is_sgd else 2
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {}).values()
-            held = [each for each in state if isinstance(each, Tensor)]
-            own = parameter.numel() * parameter.element_size() * values * parameter.requires_grad
-            total += sum(each.numel() * each.element_size() for each in held) if held else own
-    return total
-
-
-def digest_of(tensors: Mapping[str, Tensor], words: Any) -> str:
-    """Return a digest of tensors by name, and of values that JSON can hold."""
-    taken = hashlib.sha256(json.dumps(words, sort_keys=True).encode())
-    for name in sorted(tensors):
-        taken.update(name.encode())
-        taken.update(checkpoint.as_buffer(tensors[name].detach().cpu().contiguous()))
-    return taken.hexdigest()

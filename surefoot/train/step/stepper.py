@@ -44,7 +44,7 @@ from surefoot.contract.state import Scaling, StepReport, leaf_of, learning_rate_
 from surefoot.contract.task import Batch, Loss, ResolvedTask, Term
 from surefoot.core.errors import BadRecordError
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
-from surefoot.runtime.attributes.tracker import AttributeTracker, TaskAttributes
+from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.runtime.comm.group import ALONE
 from surefoot.train.step.counts import check_gathered, check_splittable
@@ -91,7 +91,6 @@ class Stepper:
         self._seed, self._device, self._average = seed, device, average
         self._buffers = LiveBuffers(model)
         self.attributes = AttributeTracker(model, task.state)
-        self.task_attributes = TaskAttributes(task.task, model, task.state)
         self.policy, self._scaler = policy, policy.scaler
         self._hooks = GradientHooks(model)
         self.record: DtypeRecord | None = None  # of the first step of this process

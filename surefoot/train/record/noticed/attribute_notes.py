@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
     from surefoot.train.record.telling import Telling
 
-UNSAVED = (
-    "{names} of the {owner} changes while it trains, but a checkpoint cannot hold it: {resumed}"
-)
+UNSAVED = "{names} of the model changes while it trains, but a checkpoint cannot hold it: {resumed}"
 OF_RUN = "a resumed run has the initial value of model()"
 OF_LOOP = "a resumed loop has its initial value"
-OF_TASK = "a resumed run has the value of a new task"
-KEEP_TASK = "return it from state() of the task, as a tensor, an array or an object with state_dict"
 KEEP_ALL = (
     "keep it in a tensor, or in a list, tuple or dict of tensors; "
     "a random generator: return it from state() of the task"
@@ -38,7 +34,7 @@ GIVE = (
     "attach: state={{{key!r}: ...}}"
 )
 OF_RANKS = (
-    "{names} of the {owner} changes while it trains, but each of {size} ranks has a "
+    "{names} of the model changes while it trains, but each of {size} ranks has a "
     "separate copy: the copy of rank 0 is saved, and all ranks resume with it"
 )
 KEEP_ONE = (
@@ -81,16 +77,10 @@ Found = tuple[str, str]
 
 
 class AttributeNotes:
-    """Reports on attributes of modules, or of the task, with each attribute only once."""
+    """Reports on attributes of modules, with each attribute only once."""
 
-    def __init__(
-        self,
-        num_ranks: int = 1,
-        *,
-        of_loop: bool = False,
-        owner: Literal["model", "task"] = "model",
-    ) -> None:
-        self._num_ranks, self._of_loop, self._owner = num_ranks, of_loop, owner
+    def __init__(self, num_ranks: int = 1, *, of_loop: bool = False) -> None:
+        self._num_ranks, self._of_loop = num_ranks, of_loop
         self._reported: set[str] = set()
 
     def take(self, saved: Sequence[str], unsaved: Sequence[str]) -> list[tuple[str, str]]:
@@ -101,16 +91,13 @@ class AttributeNotes:
         """
         notes = []
         if new := self._take_new(unsaved):
-            resumed, action = (OF_RUN, KEEP_ALL) if self._owner == "model" else (OF_TASK, KEEP_TASK)
-            if self._of_loop:
-                resumed = OF_LOOP
-                action = GIVE.format(key=new.split(" ")[0].rpartition(".")[2])
-            words = UNSAVED.format(names=new, owner=self._owner, resumed=resumed)
-            notes.append((words, action))
-        if self._num_ranks > 1 and (new := self._take_new(saved)):
-            notes.append(
-                (OF_RANKS.format(names=new, owner=self._owner, size=self._num_ranks), KEEP_ONE)
+            resumed = OF_LOOP if self._of_loop else OF_RUN
+            action = (
+                GIVE.format(key=new.split(" ")[0].rpartition(".")[2]) if self._of_loop else KEEP_ALL
             )
+            notes.append((UNSAVED.format(names=new, resumed=resumed), action))
+        if self._num_ranks > 1 and (new := self._take_new(saved)):
+            notes.append((OF_RANKS.format(names=new, size=self._num_ranks), KEEP_ONE))
         return notes
 
     def _take_new(self, names: Sequence[str]) -> str:
