@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint.random import cuda_states
-from surefoot.components.stability.norms import find_batch_norms
 from surefoot.core.errors import TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.rewritten import WeightSnapshot, find_rewritten, watch_weights
@@ -307,9 +306,9 @@ def trial_in_training_mode(assembly: Assembly) -> Iterator[None]:
             opened.enter_context(watch_weights(module))
             opened.enter_context(preserve_state(module, evaluates=False))
         opened.enter_context(preserve_state(model, assembly.task.state, evaluates=False))
-        for module in find_batch_norms(model).values():
-            module.eval()
         for module in model.modules():
+            if hasattr(module, "running_mean"):  # a BatchNorm of torch, of ranks, or of the user
+                module.training = False
             if isinstance(module, nn.RNNBase):
                 module.dropout = 0.0
         opened.enter_context(_WithoutDropout())
