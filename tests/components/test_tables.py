@@ -177,17 +177,18 @@ def test_the_digest_tells_other_contents_columns_and_orders_apart(tmp_path: Path
 def test_what_is_no_table_is_refused_in_words(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", 0)
     whole = (tmp_path / "a.parquet").read_bytes()
-    for content in (
-        b"",
-        b"x",
-        b"PAR1",
-        whole[:-100],
-        b"ARROW1xx" + whole,
-        b"\xff" * 100,
-        b"id,label\n1,2\n",
+    unread = r"b\.parquet cannot be read as Parquet or Arrow"
+    for content, words in (
+        (b"", r"b\.parquet is empty"),
+        (b"x", "a text file, not Parquet or Arrow"),
+        (b"PAR1", unread),
+        (whole[:-100], unread),
+        (b"ARROW1xx" + whole, unread),
+        (b"\xff" * 100, unread),
+        (b"id,label\n1,2\n", "a text file, not Parquet or Arrow"),
     ):
         (tmp_path / "b.parquet").write_bytes(content)
-        with pytest.raises(DataError, match=r"b\.parquet cannot be read as Parquet or Arrow"):
+        with pytest.raises(DataError, match=words):
             Table(tmp_path / "b.parquet", x="label")
     with pytest.raises(DataError, match="No such file"):
         Table(tmp_path / "missing.parquet", x="label")

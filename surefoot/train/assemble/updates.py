@@ -254,7 +254,7 @@ def _set_training_mode(optimizers: Sequence[torch.optim.Optimizer]) -> list[str]
         if callable(train) and callable(getattr(optimizer, "eval", None)):
             train()
             notes.append(
-                f"{type(optimizer).__name__} has train() and eval(): surefoot calls only train(), "
+                f"{type(optimizer).__name__} has train() and eval(): only train() is called, "
                 "so evaluations and checkpoints use the weights of the training mode; to evaluate "
                 "other weights, call eval() before run.evaluate() and train() after it"
             )

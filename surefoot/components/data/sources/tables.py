@@ -7,6 +7,7 @@ Only a few row groups at a time are in memory.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import threading
@@ -261,6 +262,15 @@ def _faults_of(path: Path) -> Iterator[None]:
         raise _explain_unread(path, reason) from None
 
 
+def _is_text(head: bytes) -> bool:
+    """Return whether the first bytes of a file are UTF-8 without control characters."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # which may end within a character
+    except UnicodeDecodeError:
+        return False
+    return min(head) >= ord("\t")
+
+
 def _explain_unread(path: Path, reason: str) -> DataError:
     """Return the error for a file that pyarrow could not read, from the first bytes of the file."""
     message = f"{path} cannot be read as Parquet or Arrow: {reason}"
@@ -271,7 +281,7 @@ def _explain_unread(path: Path, reason: str) -> DataError:
         return DataError(message, hint="check the name and your permission to read it")
     if not head:
         return DataError(f"{path} is empty", hint="write it again as Parquet or Arrow")
-    if not head.startswith((PARQUET, ARROW)) and min(head) >= ord("\t"):  # no control characters
+    if not head.startswith((PARQUET, ARROW)) and _is_text(head):
         reader = "json.read_json" if head.lstrip().startswith(b"{") else "csv.read_csv"
         return DataError(
             f"{path} is a text file, not Parquet or Arrow",
