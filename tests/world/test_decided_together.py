@@ -122,8 +122,8 @@ def test_a_signal_that_comes_while_ranks_agree_is_not_forgotten(tmp_path: Path) 
 
         def interrupted(self: Group, values: Any) -> list[float]:
             found = most(self, values)
-            calls.append(1)
-            if len(calls) == 4:
+            if run.step == 3 and not calls:
+                calls.append(1)
                 os.kill(os.getpid(), signal.SIGTERM)
             return found
 
