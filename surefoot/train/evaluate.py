@@ -322,14 +322,16 @@ def try_out(
 ) -> Evaluation:
     """Evaluate a few samples, to find the metrics and whether a higher or a lower score is better.
 
-    There are two batches if the split has that many, so that metrics are merged. If the model fails
-    on so small a batch, batches of `batch` samples are used. Raises SpecError if `score` names no
-    metric, TaskError if a metric fails.
+    There are two batches if a split of samples has that many, so that metrics are merged. If the
+    model fails on so small a batch, batches of `batch` samples are used. Raises SpecError if
+    `score` names no metric, TaskError if a metric fails.
     """
 
     def tried(size: int) -> Evaluation:
         # a smaller second batch only where an evaluation of the run has one too
-        has_two = size in (1, batch) or len(source) >= 2 * size
+        has_two = size == batch or len(source) >= 2 * size
+        if isinstance(source, Iterated):  # a stream may have no way to put back a second batch
+            has_two = False
         few = _Few(source, min(2 * size if has_two else size, len(source)))
         with watch_weights(model):
             return evaluate(

@@ -151,7 +151,7 @@ class ModeSwitch:
             module._parameters.update(held)
         # those that `eval()` changed come last
         for parameter, memory, kept, is_trained in reversed(self._changed):
-            if _is_dense(parameter) and parameter.data_ptr() != memory.data_ptr():
+            if _is_dense(parameter) and _address(parameter) != _address(memory):
                 parameter.data = memory
             parameter.copy_(kept)
             parameter.requires_grad_(is_trained)
@@ -172,7 +172,7 @@ class ModeSwitch:
             (each, memory, kept, is_trained)
             for each, memory, kept, is_trained in before
             if not _is_dense(each)
-            or each.data_ptr() != memory.data_ptr()
+            or _address(each) != _address(memory)
             or each.requires_grad is not is_trained
             or not torch.equal(_bytes_of(each), _bytes_of(kept))
         ]
@@ -186,13 +186,25 @@ def _has_own_modes(module: nn.Module) -> bool:
     )
 
 
+def _local(tensor: Tensor) -> Tensor:
+    """Return the rows of this rank of a sharded tensor; another tensor unchanged."""
+    rows: Any = tensor.detach()
+    local: Tensor = rows.to_local() if hasattr(rows, "to_local") else rows
+    return local
+
+
 def _is_dense(parameter: Tensor) -> bool:
-    return type(parameter.data) is Tensor and parameter.layout is torch.strided
+    rows = _local(parameter.data)
+    return type(rows) is Tensor and rows.layout is torch.strided
+
+
+def _address(tensor: Tensor) -> int:
+    return _local(tensor).data_ptr()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return the values as bytes, because -0 equals 0."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return _local(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 def set_modes(model: nn.Module) -> list[str]:

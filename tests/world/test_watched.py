@@ -27,7 +27,7 @@ from surefoot.runtime.comm.watched import watched
 from tests.train.small import faults_of
 from tests.world.launched import forked, is_alive, speak
 from tests.world.ranks import together as with_group
-from tests.world.test_hang import NAMED, PLANTED, Hangs
+from tests.world.test_hang import NAMED, Hangs
 from tests.world.test_launch import environment, processes_of
 from tests.world.test_run import Sentences, spec, train
 
@@ -158,7 +158,7 @@ class Slow:
 class Saves(Sentences):
     """Rank 1 is slow to save its state.
 
-    In the save that follows on its 17th pass, in the fifth step.
+    In the save that follows on its ninth pass, in the fifth step.
     """
 
     state_on_ranks = {"slow": "per_rank"}  # noqa: RUF012
@@ -171,7 +171,7 @@ class Saves(Sentences):
 
     def loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Any:
         self.calls += torch.is_grad_enabled()
-        if place.here().rank == 1 and torch.is_grad_enabled() and self.calls == PLANTED:
+        if place.here().rank == 1 and torch.is_grad_enabled() and self.calls == 9:
             self.slow.takes_s = self.takes_s
         return super().loss(output, batch)
 
@@ -223,7 +223,7 @@ class Waits(Sentences):
 
     def loss(self, output: torch.Tensor, batch: dict[str, torch.Tensor]) -> Any:
         self.calls += torch.is_grad_enabled()
-        if place.here().rank == 1 and torch.is_grad_enabled() and self.calls == PLANTED:
+        if place.here().rank == 1 and torch.is_grad_enabled() and self.calls == 5:
             until_s = time.monotonic() + GENEROUS_S
             while (
                 not find_watchers({int((self.folder / "pid-0").read_text())})
