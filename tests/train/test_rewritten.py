@@ -5,6 +5,9 @@ An evaluation leaves them as they are, and a run trains what a plain PyTorch loo
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.runtime.attributes.rewritten import find_rewritten, watch_weights
 from surefoot.train.run import Run, drive
+from tests.conftest import ROOT
 from tests.train.small import records
 
 LR, STEPS, BATCH = 0.1, 4, 8
@@ -152,3 +156,22 @@ def test_a_model_that_leaves_its_weights_alone_is_not_copied() -> None:
     with watch_weights(model):
         model(torch.randn(8, 4))
     assert find_rewritten(model) == {}
+
+
+def test_a_run_that_is_checked_imports_no_compiler(tmp_path: Path) -> None:
+    """A dispatch mode that torch keeps away from its compiler imports it: a second of a start."""
+    script = (
+        "import sys; from surefoot import Run; from tests.train.small import Small, spec\n"
+        "with Run(spec(2), Small(), folder='run', quiet=True) as run:\n"
+        "    assert [report.step for report in run.steps()] == [1, 2]\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["False"]), done.stderr

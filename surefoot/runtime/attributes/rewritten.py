@@ -85,6 +85,11 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._names.setdefault(_key(each), []).append((name, each))
         self._kept: dict[str, WeightSnapshot] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else torch imports its compiler to skip this mode; nothing compiles inside it
+        return False
+
     def __torch_dispatch__(
         self,
         func: Any,
