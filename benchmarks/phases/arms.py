@@ -137,7 +137,7 @@ def steps(work: str) -> dict[str, float]:
 
 def use(run: Run, clock: Any) -> None:
     """Time the run with `clock`, and hear collections only where it does."""
-    run._clock = run._telling._clock = run.assembly.engine.stepper.clock = clock
+    run._clock = run._telling._clock = run.assembly.engine.steps.clock = clock
     gc.callbacks.clear()
     clock.listen_to_collections()
     clock.begin_steps()

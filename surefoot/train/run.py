@@ -146,7 +146,7 @@ class Run:
         self._ledger = together.open_ledger(self.group, root, self.assembly, self.generation)
         self._opened.callback(self._ledger.close)
         self._ends_window = self.assembly.course.rhythm(self.spec.observe.every)
-        self._clock = self.assembly.engine.stepper.clock
+        self._clock = self.assembly.engine.steps.clock
         self._opened.callback(self._clock.listen_to_collections())
         self.started_s = time.perf_counter()
         self._clock.start(phases.LOGGING)
@@ -164,7 +164,7 @@ class Run:
         console = open_console(self, quiet=self._quiet)
         self._opened.callback(console.close)
         self._telling = make_telling(self, journal, tensorboard, console, self._guard)
-        self._opened.callback(self._telling.subscribe(self.assembly.engine.stepper.loader))
+        self._opened.callback(self._telling.subscribe(self.assembly.engine.steps.reader.loader))
         self.profiling = Profiling(home, self.assembly, console.say)
         self._opened.callback(self.profiling.close)
         damage = RunDamage(
@@ -202,7 +202,7 @@ class Run:
             self.training_s = float(saved["clock"]["training_s"])
             self._scores.restore(saved["scores"], saved["clock"])
             self._guard.restore(saved["guard"])
-            self.assembly.engine.stepper.loader.restore(saved)
+            self.assembly.engine.steps.reader.loader.restore(saved)
         self._other_data = together.find_data(
             self.assembly, step + 1, accept=self._accept_data or self._start is not None
         )
@@ -250,7 +250,7 @@ class Run:
     def steps(self) -> Iterator[StepReport]:
         """Take the steps of the run and yield a StepReport after each, until its end or a stop."""
         self._check_begun()
-        stepper, total = self.assembly.engine.stepper, self.assembly.course.total_steps
+        reader, total = self.assembly.engine.steps.reader, self.assembly.course.total_steps
         ends_window = self._ends_window
         if (owed := self._scores.take_owed()) is not None:
             self._keeper.saved_step = 0  # so that the step is saved again, with it
@@ -268,7 +268,7 @@ class Run:
                     raise
                 raise blame.as_run_error(error, f"{self.group.place}step {number}:") from error
             self.step = number
-            self._ledger.add(number, stepper.consumed)
+            self._ledger.add(number, reader.consumed)
             self.num_samples += report.num_samples
             self._meter.add(report)
             self._guard.watch(report)
@@ -430,7 +430,7 @@ class Run:
             "num_samples": self.num_samples,
             "scores": self._scores.state(),
             "guard": self._guard.state(),
-            **together.state_of(self.assembly.engine.stepper.loader),
+            **together.state_of(self.assembly.engine.steps.reader.loader),
         }
 
     def _on_save(self, saved: checkpoint.SaveResult) -> None:

@@ -158,7 +158,7 @@ def test_of_another_number_of_ranks_the_sum_of_what_was_not_sent_stays_and_it_is
 ) -> None:
     def job(rank: int, folder: Path) -> Any:
         with Run(given("powersgd"), Wide(), folder=folder, quiet=True) as run:
-            ranks = run.assembly.engine.stepper.ranks
+            ranks = run.assembly.engine.steps.collectives.ranks
             if ranks is None:
                 return [list(run.assembly.told)]
             names = {

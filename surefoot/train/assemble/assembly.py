@@ -24,11 +24,12 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import Timing, learning_rate_of
 from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.schedule.plan import Curve
+from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import Group
 from surefoot.train.environment import circumstances
 from surefoot.train.evaluate import Evaluation, Reading, evaluate
 from surefoot.train.resume.program import Program
-from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step import LiveUpdate, StepParts
 from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import read_once
 from surefoot.train.step.unfrozen import TrainedSet
@@ -37,19 +38,21 @@ if TYPE_CHECKING:
     from surefoot.components.compiler.regions import CompiledRegions
     from surefoot.components.memory.recompute import RecomputeHandle
     from surefoot.components.optim.average import WeightAverage
-    from surefoot.components.stability.noise import Noise
+    from surefoot.components.stability.noise import GradientNoise, Noise
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Device, precision, weight average, stepper, recomputation and compilation of a run."""
+    """Device, precision, weight average, steps, recomputation and compilation of a run."""
 
     device: torch.device
     policy: Policy
     average: WeightAverage | None
-    stepper: Stepper
+    steps: StepParts
+    attributes: AttributeTracker
     recomputed: RecomputeHandle | None
     compiled: CompiledRegions | None = None
+    noise: GradientNoise | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Assembly:
         `tell` is called with notices about failed workers, unreadable samples and other data
         problems.
         """
-        settings = replace(self.engine.stepper.loader.settings, most=0)
+        settings = replace(self.engine.steps.reader.loader.settings, most=0)
         return lambda source, batch, device, share, key: read_once(
             self.spec, source, batch, device, settings, tell, share, key
         )
@@ -134,7 +137,7 @@ class Assembly:
     @property
     def is_even(self) -> bool:
         """True if all ranks must run the same number of passes in a step (stages 2 and 3)."""
-        ranks = self.engine.stepper.ranks
+        ranks = self.engine.steps.collectives.ranks
         return ranks is not None and ranks.is_even
 
     @property
@@ -143,7 +146,7 @@ class Assembly:
 
         None if `observe.noise` is off or there were too few steps.
         """
-        watched = self.engine.stepper.noise
+        watched = self.engine.noise
         return None if watched is None else watched.estimate()
 
     @property
@@ -194,7 +197,7 @@ class Assembly:
 
     def make_step_record(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
         """Return the Step record of the steps that `summary` and `timing` summarize."""
-        ranks = self.engine.stepper.ranks
+        ranks = self.engine.steps.collectives.ranks
         rates = {
             f"{u.name}.{i}" if i else u.name: float(rate)
             for u in self.updates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,14 @@ from surefoot.components.optim.learning_rates import (
     warn_of_no_rate,
 )
 from surefoot.components.precision.policy import build as build_policy
+from surefoot.components.profiler.phases.clock import PhaseClock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import ResolvedTask, Source
 from surefoot.core.errors import SpecError
 from surefoot.core.schedule.plan import ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
+from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import SOLO, Mesh
 from surefoot.train.assemble.assembly import Assembly, Engine
@@ -48,7 +51,8 @@ from surefoot.train.evaluate import Evaluation, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.batch_results import describe_unshared, watch
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
-from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step import LiveUpdate, make_parts
+from surefoot.train.step.collectives import SINGLE_RANK, Collectives
 from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import (
     describe_short_batch,
@@ -260,7 +264,21 @@ def _make_engine(
             hint="use bf16 or fp32",
         )
     settings = make_settings(spec, course.feed.source)
-    stepper = Stepper(
+    attributes = AttributeTracker(model, task.state)
+    is_alone = group.is_alone and spec.layout.virtual_ranks is None
+    if is_alone and spec.layout.compress != "none":
+        notes.append(
+            f"layout.compress = {spec.layout.compress!r} has no effect: one rank sends no gradients"
+        )
+
+    def make_collectives(clock: PhaseClock) -> Collectives:
+        if is_alone:
+            return SINGLE_RANK
+        from surefoot.train.step.sharding import make_ranks
+
+        return make_ranks(spec, group, model, updates, sharded, course, clock)
+
+    steps = make_parts(
         model=model,
         task=task,
         feed=course.feed,
@@ -268,29 +286,28 @@ def _make_engine(
         seed=spec.train.seed,
         device=device,
         policy=policy,
-        average=average,
+        make_collectives=make_collectives,
     )
-    if not group.is_alone or spec.layout.virtual_ranks is not None:
-        from surefoot.train.step.sharding import make_ranks
-
-        stepper.ranks = make_ranks(spec, group, model, updates, sharded, course)
-    elif spec.layout.compress != "none":
-        notes.append(
-            f"layout.compress = {spec.layout.compress!r} has no effect: one rank sends no gradients"
-        )
-    stepper.loader.use(settings, last=course.total_steps)
+    steps.reader.loader.use(settings, last=course.total_steps)
     if spec.data.on_bad == "skip":
-        stepper.loader.skip_bad(spec.data.max_bad)
+        steps.reader.loader.skip_bad(spec.data.max_bad)
+    if average is not None:
+        steps.observers.published.append(lambda done: average.update(done.was_applied))
+    noise = None
     if spec.observe.noise:
-        stepper.noise = _noise(course.feed, updates)
+        noise = _noise(course.feed, updates)
+        from surefoot.train.step.noise import NoiseObserver
+
+        NoiseObserver(noise).observe(steps.observers)
     compiled = None
     if spec.compile.what != "none":
         from surefoot.train.record.compiling import compile_as_specified
 
-        compiled = compile_as_specified(spec, task, model, stepper, updates, recomputed)
+        compiled, whole = compile_as_specified(spec, task, model, policy, updates, recomputed)
         notes.append(compiled.words)
-        stepper.eager = compiled.eager
-    return Engine(device, policy, average, stepper, recomputed, compiled), notes
+        steps = replace(steps, whole=whole, eager=compiled.eager)
+    engine = Engine(device, policy, average, steps, attributes, recomputed, compiled, noise)
+    return engine, notes
 
 
 def _noise(feed: Feed, updates: Sequence[LiveUpdate]) -> GradientNoise:

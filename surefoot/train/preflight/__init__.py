@@ -29,7 +29,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
         )
     LiveState(assembly).check()
     generators = watch_task(assembly)
-    with assembly.engine.stepper.eager():  # no step repeats these passes
+    with assembly.engine.steps.eager():  # no step repeats these passes
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(

@@ -32,7 +32,7 @@ def check(assembly: Assembly, batch: Batch, size: int) -> list[str]:
     A model may keep a hidden state with a row for each sample of a microbatch. The next microbatch,
     which has other samples, would then continue from it.
     """
-    ranks, feed = assembly.engine.stepper.ranks, assembly.feed
+    ranks, feed = assembly.engine.steps.collectives.ranks, assembly.feed
     num_ranks = 1 if ranks is None else ranks.group.size
     halves = cut_batch(batch, size) if len(feed.microbatches(feed.window(0))) > num_ranks else None
     if halves is None:

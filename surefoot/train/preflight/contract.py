@@ -341,7 +341,7 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
 
     Raises SpecError if a batch cannot be divided among all ranks.
     """
-    feed, ranks = assembly.feed, assembly.engine.stepper.ranks
+    feed, ranks = assembly.feed, assembly.engine.steps.collectives.ranks
     if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
         return False
     batches = {feed.batch, *(batch for _, batch in assembly.spec.train.ramp)}

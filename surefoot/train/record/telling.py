@@ -253,7 +253,7 @@ def make_telling(
         tensorboard,
         console,
         guard,
-        engine.stepper.clock,
+        engine.steps.clock,
         run.generation,
         compiling,
         Movement(run.model, run.step),

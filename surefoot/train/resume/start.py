@@ -77,7 +77,7 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
     """
     from surefoot.train.resume import changes
 
-    ranks = assembly.engine.stepper.ranks
+    ranks = assembly.engine.steps.collectives.ranks
     group = ALONE if ranks is None else ranks.group
     commit = same.open_same(group, start.run, start.step)
     parent = {

@@ -20,6 +20,7 @@ from surefoot.components.parallel.shard import Sharded
 from surefoot.components.parallel.shard.fully import FullySharded
 from surefoot.components.parallel.shard.state import ShardedState
 from surefoot.components.parallel.wires import Compression
+from surefoot.components.profiler.phases.clock import PhaseClock
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
@@ -167,6 +168,7 @@ def make_ranks(
     updates: Sequence[LiveUpdate],
     sharded: Sharded | None,
     course: Intervals,
+    clock: PhaseClock,
 ) -> Ranks:
     """Return the collective parts of a step as the [layout] table configures them.
 
@@ -191,6 +193,7 @@ def make_ranks(
         group,
         model,
         updates,
+        clock,
         sharded=sharded,
         joins_buffers=table.sync_buffers,
         compress=compress,

@@ -143,12 +143,12 @@ def _pronoun(names: Sequence[str]) -> str:
 
 def _reason_against(assembly: Assembly) -> str:
     """Return why a run cannot train additional parameters; "" if it can."""
-    spec, task, ranks = assembly.spec, assembly.task, assembly.engine.stepper.ranks
+    spec, task, ranks = assembly.spec, assembly.task, assembly.engine.steps.collectives.ranks
     reasons = {
         "the task defines updates": task.updates is not None,
         "the task defines parameter_groups": task.parameter_groups is not None,
         "memory.update_in_backward is on": spec.memory.update_in_backward,
-        'compile.what is "step"': assembly.engine.stepper.whole is not None,
+        'compile.what is "step"': assembly.engine.steps.whole is not None,
         "layout.shard splits only the parameters that were trained at the start": ranks is not None
         and ranks.sharded is not None,
         "precision.weights makes master weights only at the start": spec.precision.weights
@@ -164,7 +164,7 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
     (update,) = assembly.updates
     update.guarded.extend(_build(assembly, trained))
     average = assembly.engine.average
-    ranks = assembly.engine.stepper.ranks
+    ranks = assembly.engine.steps.collectives.ranks
     table = assembly.spec.layout
     if average is not None:
         average.add([each.parameter for each in trained])

@@ -1,0 +1,54 @@
+"""Passes of an update whose optimizer step runs inside the backward pass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from surefoot.components.optim.backward import backward
+from surefoot.components.profiler.phases.clock import BACKWARD, OPTIMIZER
+from surefoot.contract.task import Loss
+from surefoot.train.step.accumulate import EagerAccumulate
+from surefoot.train.step.counts import check_count
+from surefoot.train.step.program import NO_POINTS, Applied, Gradients, Points, StepInput
+from surefoot.train.step.update import LiveUpdate, Totals, add_terms
+
+
+@dataclass(frozen=True)
+class AccumulateInBackward:
+    """Passes of one microbatch, whose gradients are freed as soon as their weights have moved."""
+
+    eager: EagerAccumulate
+    points: Points = NO_POINTS
+
+    def __call__(self, update: LiveUpdate, index: int, given: StepInput) -> Gradients:
+        eager = self.eager
+        assert update.in_backward is not None
+        update.guarded.clear_gradients()
+        division = eager.divide(update, given)
+        (batch,) = given.batches
+        with eager.observed, eager.collectives.gathering():
+            eager.draws.seed(given.number, given.first, index)
+            with eager.policy.context():
+                loss = update.loss(eager.model, batch)
+            factors = eager.factors_of(loss, division, given)
+            totals: Totals = {}
+            add_terms(totals, loss.terms)
+            norm, was_applied = math.nan, self._is_finite(loss)
+            if was_applied:
+                for see in self.points.before_update:
+                    see()
+                eager.clock.switch(BACKWARD)
+                totals_of_terms = [term.total for term in loss.terms]
+                norm = update.in_backward.step(lambda: backward(totals_of_terms, factors))
+                eager.clock.switch(OPTIMIZER)
+        return Gradients(totals, applied=Applied(norm, was_applied))
+
+    @staticmethod
+    def _is_finite(loss: Loss) -> bool:
+        """Return whether the loss counts items, and its totals are finite."""
+        for term in loss.terms:
+            check_count(term.name, term.count)
+        if not any(float(term.count) for term in loss.terms):
+            return False
+        return all(math.isfinite(term.total.item()) for term in loss.terms)
