@@ -39,6 +39,12 @@ def make_passes(parts: StepParts, points: Points) -> EagerAccumulate:
     )
 
 
+def make_apply(parts: StepParts, points: Points) -> GuardedApply:
+    """Return the optimizer step, which is skipped if a number is not finite."""
+    scaler = parts.policy.scaler
+    return GuardedApply(parts.clock, parts.collectives, parts.factors, scaler, points)
+
+
 def _make_eager(parts: StepParts, points: Points) -> StepProgram:
     passes = make_passes(parts, points)
     return _record_first(parts, points, passes, passes.within)
@@ -76,15 +82,14 @@ def _record_first(
     """Return a program whose first step is recorded: its passes run in that context."""
 
     def make(accumulate: Accumulate) -> StepProgram:
-        scaler = parts.policy.scaler
         return EagerStep(
             parts.updates,
             accumulate,
-            GuardedApply(parts.clock, parts.collectives, parts.factors, scaler, points),
+            make_apply(parts, points),
             clock=parts.clock,
             collectives=parts.collectives,
             buffers=parts.buffers,
-            scaler=scaler,
+            scaler=parts.policy.scaler,
             points=points,
         )
 
