@@ -139,7 +139,7 @@ class Foreign:
         done = join_updates(
             given, [UpdateDone(self._update, Gradients(totals), Applied(None, True))]
         )
-        return make_report(done, given.num_samples, names=[self._update.name])
+        return make_report(done, given.num_samples, [self._update.name])
 
 
 def test_a_foreign_engine_owns_the_optimizer_and_the_step(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ single term is scaled by a power of two near 1/count (exact); the optimizer step
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,7 +24,7 @@ from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Loss
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 from surefoot.runtime.comm.gathered import Gathering
-from surefoot.train.step.collectives import Collectives, NotGathering
+from surefoot.train.step.collectives import NOT_GATHERING, Collectives, NotGathering
 from surefoot.train.step.counts import check_gathered, check_splittable
 from surefoot.train.step.draws import StepDraws
 from surefoot.train.step.factors import Counts, LossFactors
@@ -49,6 +50,9 @@ class Division(NamedTuple):
     scale: float | None
     is_split: bool
     inputs: list[Tensor] | None
+
+
+UNDIVIDED = Division(None, None, is_split=False, inputs=None)
 
 
 @dataclass(frozen=True)
@@ -82,22 +86,31 @@ class EagerAccumulate:
         num_idle = self.collectives.begin_passes(index, given)
         if division.is_split or self.hooks.is_split:
             self.hooks.begin(is_split=division.is_split)
-        with self.observed, self.collectives.gathering() as gathered:
-            for position in range(len(given.batches)):
-                self._pass(update, index, given, position, division, totals, gathered, num_idle)
-        if num_idle:
-            self._run_placeholder_passes(update, index, given, num_idle)
-        totals = self.collectives.reduce(index, totals)
-        if gathered.was_used and division.counts is not None:
-            check_gathered(division.counts, totals)
+        if self.is_plain:
+            self._run(update, index, given, division, totals, NOT_GATHERING, num_idle)
+        else:
+            with self.observed, self.collectives.gathering() as gathered:
+                self._run(update, index, given, division, totals, gathered, num_idle)
+            if num_idle:
+                self._run_placeholder_passes(update, index, given, num_idle)
+            totals = self.collectives.reduce(index, totals)
+            if gathered.was_used and division.counts is not None:
+                check_gathered(division.counts, totals)
         for see in self.points.gradients_reduced:
             see(update, totals)
         return Gradients(totals, division.scale)
 
+    @functools.cached_property
+    def is_plain(self) -> bool:
+        """True for a single rank whose passes are not observed."""
+        return not self.collectives.splits and self.observed is _UNOBSERVED
+
     def divide(self, update: LiveUpdate, given: StepInput) -> Division:
         """Return how the losses of `update` are divided in this step."""
-        counts = self.factors.known_counts(given.batches, self.collectives, update.name)
         is_split = len(given.batches) > 1 or self.collectives.splits
+        if not is_split and self.has_one_update:
+            return UNDIVIDED
+        counts = self.factors.known_counts(given.batches, self.collectives, update.name)
         scale = inputs = None
         if is_split and counts is None:  # a power of two is exact
             num_samples = self.collectives.scaled_by(given)
@@ -106,35 +119,36 @@ class EagerAccumulate:
             inputs = [leaf_of(each) for each in update.guarded.parameters if each.requires_grad]
         return Division(counts, scale, is_split, inputs)
 
-    def _pass(
+    def _run(
         self,
         update: LiveUpdate,
         index: int,
         given: StepInput,
-        position: int,
         division: Division,
         totals: Totals,
         gathered: Gathering | NotGathering,
         num_idle: int,
     ) -> None:
-        """Run the forward and backward pass of one microbatch; add its terms to `totals`."""
-        if position:
-            self.clock.switch(FORWARD)
-        self.collectives.begin_pass(given.first + position)
-        self.draws.seed(given.number, given.first + position, index)
-        with self.policy.context():
-            loss = update.loss(self.model, given.batches[position])
-        if division.is_split:
-            self._begin_split_pass(update, loss, division, given, gathered)
-        factors = self.factors_of(loss, division, given)
-        self.clock.switch(BACKWARD)
-        if position == len(given.batches) - 1 and not num_idle:
-            self.collectives.begin_last_backward(index)
-        run_backward(loss.terms, factors, division.inputs, is_even=self.collectives.is_even)
-        add_terms(totals, loss.terms)
-        self.collectives.end_pass(index, given.first + position + 1, totals)
-        for see in self.points.microbatch_done:
-            see(update, given, position, totals)
+        """Run the forward and backward pass of each microbatch; add its terms to `totals`."""
+        clock, collectives, last = self.clock, self.collectives, len(given.batches) - 1
+        for position, batch in enumerate(given.batches):
+            if position:
+                clock.switch(FORWARD)
+            collectives.begin_pass(given.first + position)
+            self.draws.seed(given.number, given.first + position, index)
+            with self.policy.context():
+                loss = update.loss(self.model, batch)
+            if division.is_split:
+                self._begin_split_pass(update, loss, division, given, gathered)
+            factors = self.factors_of(loss, division, given)
+            clock.switch(BACKWARD)
+            if position == last and not num_idle:
+                collectives.begin_last_backward(index)
+            run_backward(loss.terms, factors, division.inputs, is_even=collectives.is_even)
+            add_terms(totals, loss.terms)
+            collectives.end_pass(index, given.first + position + 1, totals)
+            for see in self.points.microbatch_done:
+                see(update, given, position, totals)
 
     def factors_of(self, loss: Loss, division: Division, given: StepInput) -> list[Tensor]:
         """Return the gradient of the total of each term, with which its backward pass starts."""

@@ -35,7 +35,6 @@ class GuardedApply:
             see()
         self.clock.switch(OPTIMIZER)
         norm, applied = update.guarded.step_if_finite(factor)
-        self.collectives.keep(index, applied)
         overflowed = self.scaler is not None and has_overflowed(norm, factor)
         return Applied(norm, applied, overflowed, factor)
 

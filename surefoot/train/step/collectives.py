@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, final
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from surefoot.components.optim.buffers import LiveBuffers
     from surefoot.runtime.comm.gathered import Gathering
-    from surefoot.train.step.program import StepInput
+    from surefoot.train.step.program import StepDone, StepInput
     from surefoot.train.step.ranks import Ranks
     from surefoot.train.step.update import Totals
 
@@ -30,7 +31,7 @@ class NotGathering:
     def __exit__(self, *_: object) -> None: ...
 
 
-_NOT_GATHERING = NotGathering()
+NOT_GATHERING = NotGathering()
 
 
 class Collectives(Protocol):
@@ -88,20 +89,11 @@ class Collectives(Protocol):
     def finish(self, index: int, factor: float | Tensor) -> None:
         """Finish a reduction of gradients that had to wait for their factor."""
 
-    def keep(self, index: int, applied: bool | Tensor) -> None:
-        """Keep what was not sent of the gradients of update `index`, if it was applied."""
+    def end(self, done: StepDone, buffers: LiveBuffers) -> None:
+        """Finish the collectives of a step; `buffers` are restored if it was skipped."""
 
-    def end(self, number: int) -> None:
-        """Finish the collectives of a step after all of its updates."""
-
-    def check(self, number: int, applied: bool | Tensor) -> None:
-        """Check weights and buffers after a step that was applied or skipped."""
-
-    def end_step(self) -> None:
-        """Record the end of a step."""
-
-    def count_samples(self, given: StepInput) -> int:
-        """Return the number of samples of the step on all ranks."""
+    def end_step(self, given: StepInput) -> int:
+        """Record the end of a step; return its number of samples on all ranks."""
 
     def scaled_by(self, given: StepInput) -> int:
         """Return a number of samples near the item count of the step, equal on all ranks."""
@@ -125,7 +117,7 @@ class SingleRank:
         return 0
 
     def gathering(self) -> NotGathering:
-        return _NOT_GATHERING
+        return NOT_GATHERING
 
     def begin_pass(self, position: int) -> None: ...
 
@@ -143,15 +135,11 @@ class SingleRank:
 
     def finish(self, index: int, factor: float | Tensor) -> None: ...
 
-    def keep(self, index: int, applied: bool | Tensor) -> None: ...
+    def end(self, done: StepDone, buffers: LiveBuffers) -> None:
+        if done.was_applied is not True:
+            buffers.restore_unless(done.was_applied)
 
-    def end(self, number: int) -> None: ...
-
-    def check(self, number: int, applied: bool | Tensor) -> None: ...
-
-    def end_step(self) -> None: ...
-
-    def count_samples(self, given: StepInput) -> int:
+    def end_step(self, given: StepInput) -> int:
         return given.num_samples
 
     def scaled_by(self, given: StepInput) -> int:

@@ -61,16 +61,11 @@ class EagerStep:
     def _publish(self, given: StepInput, updates: list[UpdateDone]) -> StepReport:
         """Finish a step after its updates, and return its report."""
         done = join_updates(given, updates)
-        self._collectives.end(given.number)
-        if done.was_applied is not True:
-            self._buffers.restore_unless(done.was_applied)
-        self._collectives.check(given.number, done.was_applied)
+        self._collectives.end(done, self._buffers)
         for see in self._points.published:
             see(done)
         self._clock.end_step(given.number)
-        self._collectives.end_step()
-        num_samples = self._collectives.count_samples(given)
-        report = make_report(done, num_samples, names=self._names)
+        report = make_report(done, self._collectives.end_step(given), self._names)
         if self._scaler is not None:
             if updates:  # they share one loss scale
                 self._scaler.update(done.overflowed)

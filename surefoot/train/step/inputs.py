@@ -57,7 +57,9 @@ class InputReader:
                 f"none of the {len(taken.window.ids)} samples can be read",
                 hint="use larger batches, or repair the data",
             )
-        batches = self._move_to_device(taken, self.loader.peek)
+        batches = taken.batches
+        if self._moves:
+            batches = self._move_to_device(taken, self.loader.peek)
         waiting_s = (self._clock.switch(FORWARD) - started_ns) / 1e9
         self.consumed = taken.window.ids
         return self._as_input(taken, batches, waiting_s)
@@ -65,26 +67,29 @@ class InputReader:
     def read_again(self, number: int) -> StepInput:
         """Return the input of step `number` anew, in place of the loader's next step."""
         taken = self.loader.read(number)
-        return self._as_input(taken, self._move_to_device(taken), 0.0)
+        return self._as_input(
+            taken, self._move_to_device(taken) if self._moves else taken.batches, 0.0
+        )
 
     def _as_input(self, taken: StepBatches, batches: list[Batch], waiting_s: float) -> StepInput:
-        sizes: list[int | None] = [*map(len, taken.ids)]
-        num_microbatches = len(batches)
+        window, sizes, is_sized = taken.window, [*map(len, taken.ids)], True
+        num_samples, num_microbatches = sum(sizes), len(batches)
         if self._collectives.splits:
-            num_microbatches = len(self._feed.microbatches(taken.window))
+            num_microbatches = len(self._feed.microbatches(window))
         if self._counts_rows:
-            sizes = self._count_samples(taken)
-        known = [size or 1 for size in sizes]
+            counted = self._count_samples(taken)
+            sizes, is_sized = [size or 1 for size in counted], None not in counted
+            num_samples = sum(sizes)
         return StepInput(
             taken.number,
             self._feed.epoch_of(taken.number),
             batches,
             taken.first,
             num_microbatches,
-            known,
-            sum(known) if self._counts_rows else taken.num_samples,
-            None not in sizes,
-            len(taken.window.ids),
+            sizes,
+            num_samples,
+            is_sized,
+            len(window.ids),
             waiting_s,
         )
 
@@ -92,11 +97,9 @@ class InputReader:
         self, taken: StepBatches, peek: Callable[[int], StepBatches | None] | None = None
     ) -> list[Batch]:
         """Return the batches on the device; start the copy of the batches that `peek` returns."""
-        batches = taken.batches
-        if self._moves:
-            self._clock.switch(COPY)
-            batches = self._ahead.take(taken, peek)
-            self._clock.switch(DATA)
+        self._clock.switch(COPY)
+        batches = self._ahead.take(taken, peek)
+        self._clock.switch(DATA)
         if self._augments and self._task.augment is not None:
             epoch = taken.window.epoch
             draws = [Keys(self._seed, epoch, ids, self._device) for ids in taken.ids]

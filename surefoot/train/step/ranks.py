@@ -27,7 +27,8 @@ from surefoot.runtime.comm.group import Group
 from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:
-    from surefoot.train.step.program import StepInput
+    from surefoot.components.optim.buffers import LiveBuffers
+    from surefoot.train.step.program import StepDone, StepInput
     from surefoot.train.step.update import LiveUpdate
 
 
@@ -233,10 +234,6 @@ class Ranks:
         if self.replicas[index].asks_factor:
             self.replicas[index].finish(factor)
 
-    def keep(self, index: int, applied: bool | Tensor) -> None:
-        """Keep what was not sent of the gradients of update `index`, if it was applied."""
-        self.replicas[index].keep(applied)
-
     def add(self, update: str, mine: Mapping[str, Row]) -> dict[str, Row]:
         """Return the loss terms of an update summed over all ranks.
 
@@ -257,8 +254,10 @@ class Ranks:
             self.paces.count(rows)
         return found
 
-    def end(self, number: int) -> None:
-        """Finish the collectives of a step after all of its updates."""
+    def end(self, done: StepDone, buffers: LiveBuffers) -> None:
+        """Finish the collectives of a step; `buffers` are restored if it was skipped."""
+        for update, _, applied in done.updates:  # what was not sent of the gradients
+            self.replicas[self.names.index(update.name)].keep(applied.was_applied)
         self._clock.switch(COMMUNICATION)
         if not self._was_told:
             self.paces.end_passes()
@@ -266,6 +265,10 @@ class Ranks:
         if self.sharded is not None:
             self.sharded.end()
         self.buffers.join()
+        if done.was_applied is not True:
+            buffers.restore_unless(done.was_applied)
+        self.check(done.given.number, done.was_applied)
+        self._clock.switch(OPTIMIZER)
 
     def check(self, number: int, applied: bool | Tensor) -> None:
         """Check weights and buffers after a step that was applied or skipped.
@@ -288,14 +291,10 @@ class Ranks:
             self._check_finite()
         if is_due:
             self._check_alike(number)
-        self._clock.switch(OPTIMIZER)
 
-    def end_step(self) -> None:
-        """Record the end of a step."""
+    def end_step(self, given: StepInput) -> int:
+        """Record the end of a step; return its number of samples on all ranks."""
         self.paces.end()
-
-    def count_samples(self, given: StepInput) -> int:
-        """Return the number of samples of the step on all ranks."""
         return self.num_samples
 
     def scaled_by(self, given: StepInput) -> int:

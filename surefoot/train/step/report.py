@@ -21,7 +21,7 @@ def join_updates(given: StepInput, updates: list[UpdateDone]) -> StepDone:
     return StepDone(given, updates, was_applied, overflowed)
 
 
-def make_report(done: StepDone, num_samples: int, *, names: Sequence[str]) -> StepReport:
+def make_report(done: StepDone, num_samples: int, names: Sequence[str]) -> StepReport:
     """Return the report of a step on `num_samples` samples of all ranks.
 
     `names` are the names of all updates of the task; with several, a loss term is reported as
