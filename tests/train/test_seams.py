@@ -24,13 +24,23 @@ from surefoot.contract.task import Batch, Loss
 from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import assemble
 from surefoot.train.run import Run
-from surefoot.train.step import LiveUpdate, kinds
+from surefoot.train.step import LiveUpdate
+from surefoot.train.step import parts as kinds
 from surefoot.train.step.accumulate import EagerAccumulate
 from surefoot.train.step.eager import EagerStep
 from surefoot.train.step.parts import StepParts
-from surefoot.train.step.program import Applied, Gradients, Points, StepDone, StepInput, UpdateDone
-from surefoot.train.step.report import join_updates, make_report
-from surefoot.train.step.update import Totals, add_terms
+from surefoot.train.step.program import (
+    Applied,
+    Gradients,
+    Points,
+    StepDone,
+    StepInput,
+    Totals,
+    UpdateDone,
+    add_terms,
+    join_updates,
+    make_report,
+)
 from tests.train.small import Small, spec
 from tests.world.ranks import together
 

@@ -25,7 +25,7 @@ from surefoot.contract.task import Loss
 from surefoot.control.diagnose import find_goodput, find_phases
 from surefoot.control.diagnose.attempts import PARTS
 from surefoot.core.units import format_throughput
-from surefoot.train.resume.slow_save import SaveRhythm
+from surefoot.train.resume.disk_trouble import SaveRhythm
 from surefoot.train.run import Run, drive
 from tests.control.test_attempts import ended, started, steps
 from tests.train.small import Small, call, records, spec

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from surefoot.components.data.feed import Feed, to_device
+from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.loader.jobs import look
 from surefoot.components.data.loader.settings import LoaderNotice
@@ -30,7 +31,6 @@ from surefoot.train.environment import circumstances
 from surefoot.train.evaluate import Evaluation, Reading, evaluate
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, StepParts
-from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import read_once
 from surefoot.train.step.unfrozen import TrainedSet
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from surefoot.components.data.feed import Feed, Share
-from surefoot.components.data.lengths import find_tokens_per_sample, to_steps
+from surefoot.components.data.lengths import RunSchedule, find_tokens_per_sample, to_steps
 from surefoot.components.data.loader.bad import Sound
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.metrics import Better
@@ -53,7 +53,6 @@ from surefoot.train.record.batch_results import describe_unshared, watch
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
 from surefoot.train.step import LiveUpdate, make_parts
 from surefoot.train.step.collectives import SINGLE_RANK, Collectives
-from surefoot.train.step.course import RunSchedule
 from surefoot.train.step.reading import (
     describe_short_batch,
     make_feed,

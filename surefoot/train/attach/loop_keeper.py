@@ -45,8 +45,7 @@ from surefoot.train.attach.read_states import ReadStates, describe_too_many
 from surefoot.train.quiet import read_streams
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
-from surefoot.train.resume.full_disk import RoomMaker, list_steps
-from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
+from surefoot.train.resume.disk_trouble import RoomMaker, SaveRhythm, SlowSave, list_steps
 
 KEEP, MAX_NAMED = 3, 4
 

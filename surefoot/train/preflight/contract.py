@@ -21,8 +21,8 @@ from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import describe
-from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
+from surefoot.train.preflight import samples
 from surefoot.train.quiet import preserve_state, read_streams
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 from surefoot.train.step.reading import make_feed
@@ -111,6 +111,8 @@ def check(assembly: Assembly) -> list[str]:
                 )
             )
         if splits:
+            from surefoot.train.preflight import between_microbatches
+
             assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")

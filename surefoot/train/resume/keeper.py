@@ -26,8 +26,7 @@ from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume import same
-from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
-from surefoot.train.resume.slow_save import SaveRhythm
+from surefoot.train.resume.disk_trouble import Patience, RoomMaker, SaveRhythm, list_steps
 from surefoot.train.resume.state import LiveState
 from surefoot.train.resume.state_files import CLOCK
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.order import derive, mix
 from surefoot.components.optim.backward import backward
 from surefoot.components.precision.policy import Policy
 from surefoot.components.profiler.phases.clock import BACKWARD, FORWARD, PhaseClock
@@ -25,13 +29,47 @@ from surefoot.contract.task import Loss
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train.step.collectives import NOT_GATHERING, Collectives, NotGathering
-from surefoot.train.step.counts import check_gathered, check_splittable
-from surefoot.train.step.draws import StepDraws
-from surefoot.train.step.factors import Counts, LossFactors
+from surefoot.train.step.factors import Counts, LossFactors, check_gathered, check_splittable
 from surefoot.train.step.hooks import GradientHooks
 from surefoot.train.step.inputs import InputReader
-from surefoot.train.step.program import NO_POINTS, Gradients, Points, StepInput
-from surefoot.train.step.update import LiveUpdate, Totals, add_terms, run_backward
+from surefoot.train.step.program import (
+    NO_POINTS,
+    Gradients,
+    LiveUpdate,
+    Points,
+    StepInput,
+    Totals,
+    add_terms,
+    run_backward,
+)
+
+
+class StepDraws:
+    """Random generators that are seeded before each forward pass of a step.
+
+    NumPy and Python are seeded only on several ranks (`splits`) or with several microbatches, where
+    any number of ranks must draw the same. Otherwise checkpoints hold their states, and seeding
+    would take a tenth of a step of a small model.
+    """
+
+    def __init__(self, seed: int, device: torch.device, feed: Feed, *, splits: bool) -> None:
+        self._key, self._feed, self._splits = derive(seed, 3), feed, splits
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[device.index or 0])
+
+    def seed(self, number: int, microbatch: int, update: int) -> None:
+        """Seed the draws of a pass: of step `number`, and of `microbatch` among those of all ranks.
+
+        `update` is the index of the update in the step.
+        """
+        key = mix(self._key ^ (number << 24 | microbatch << 8 | update)) >> 1
+        for generator in self._generators:
+            generator.manual_seed(key)
+        if self._splits or self._feed.is_cut:
+            np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the masks of wav2vec 2.0 are drawn so
+            random.seed(key)
+
 
 _UNOBSERVED: AbstractContextManager[None] = nullcontext()
 

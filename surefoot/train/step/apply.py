@@ -11,8 +11,14 @@ from torch import Tensor
 from surefoot.components.profiler.phases.clock import OPTIMIZER, PhaseClock
 from surefoot.train.step.collectives import Collectives
 from surefoot.train.step.factors import LossFactors
-from surefoot.train.step.program import NO_POINTS, Applied, Gradients, Points
-from surefoot.train.step.update import LiveUpdate, has_overflowed
+from surefoot.train.step.program import (
+    NO_POINTS,
+    Applied,
+    Gradients,
+    LiveUpdate,
+    Points,
+    has_overflowed,
+)
 
 if TYPE_CHECKING:
     from surefoot.components.precision.scaler import LossScaler

@@ -14,9 +14,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from surefoot.components.optim.buffers import LiveBuffers
     from surefoot.runtime.comm.gathered import Gathering
-    from surefoot.train.step.program import StepDone, StepInput
+    from surefoot.train.step.program import StepDone, StepInput, Totals
     from surefoot.train.step.ranks import Ranks
-    from surefoot.train.step.update import Totals
 
 
 @final

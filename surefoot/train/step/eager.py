@@ -9,9 +9,17 @@ from surefoot.components.optim.buffers import LiveBuffers
 from surefoot.components.profiler.phases.clock import PhaseClock
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.train.step.collectives import Collectives
-from surefoot.train.step.program import NO_POINTS, Accumulate, Apply, Points, StepInput, UpdateDone
-from surefoot.train.step.report import join_updates, make_report
-from surefoot.train.step.update import LiveUpdate
+from surefoot.train.step.program import (
+    NO_POINTS,
+    Accumulate,
+    Apply,
+    LiveUpdate,
+    Points,
+    StepInput,
+    UpdateDone,
+    join_updates,
+    make_report,
+)
 
 if TYPE_CHECKING:
     from surefoot.components.precision.scaler import LossScaler

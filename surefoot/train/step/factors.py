@@ -14,12 +14,75 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from surefoot.contract.task import Batch, ResolvedTask, Term
-from surefoot.train.step.counts import Count, check_count
+from surefoot.contract.task import Batch, Loss, ResolvedTask, Term
+from surefoot.core.errors import TaskError
 
 if TYPE_CHECKING:
     from surefoot.components.precision.scaler import LossScaler
     from surefoot.train.step.collectives import Collectives
+
+Count = float | Tensor
+
+
+def check_count(name: str, count: Count) -> None:
+    """Raise TaskError unless the count of a term is finite and at least 0."""
+    if not 0 <= float(count) < math.inf:
+        raise TaskError(
+            (
+                f"the count of the loss term {name!r} must be finite and at least 0; got "
+                f"{float(count):g}"
+            ),
+            hint="pass the number of items that the loss is summed over",
+        )
+
+
+def check_gathered(
+    counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]
+) -> None:
+    """Raise TaskError if a loss counts items of all ranks, although `counts(batch)` does not.
+
+    Such a loss gathers the rows of all ranks, and each rank counts all of them. `counts` and `mine`
+    (total, count and weight of each term) are sums over all ranks.
+    """
+    for name, (_, count, _) in mine.items():
+        said = counts.get(name) if isinstance(counts, Mapping) else counts
+        if said is not None and said != float(count):
+            raise TaskError(
+                f"counts(batch) returns {said:g} on all ranks for the "
+                f"term {name}, whose loss counts {float(count):g}",
+                hint=(
+                    "sum and count only the rows of this rank in the loss, or remove counts(batch)"
+                ),
+            )
+
+
+def check_splittable(
+    name: str, loss: Loss, counts_are_known: bool, *, joins_ranks: bool = False
+) -> None:
+    """Raise TaskError for a loss that may not be split over microbatches and ranks.
+
+    `name` is the name of the update. With `joins_ranks`, each rank has one microbatch, and the loss
+    gathers the microbatches of all ranks.
+    """
+    if not loss.additive and not joins_ranks:
+        raise TaskError(
+            f"the loss of update {name} is not additive and cannot be split",
+            hint=(
+                "leave train.microbatch out; on several ranks, compare the samples that "
+                "surefoot.all_gather returns"
+            ),
+        )
+    if len(loss.terms) > 1 and not counts_are_known:
+        terms = ", ".join(term.name for term in loss.terms)
+        wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
+        raise TaskError(
+            f"the terms {terms} have counts that are not known before the forward pass",
+            hint=(
+                "add counts(batch) -> {term: count} to the task "
+                f"(of {wanted}), or leave train.microbatch out"
+            ),
+        )
+
 
 MAX_CONSTANTS = 1000
 Counts = Mapping[str, float] | float | None  # of the global batch; None if they are not known

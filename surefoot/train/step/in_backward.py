@@ -9,9 +9,17 @@ from surefoot.components.optim.backward import backward
 from surefoot.components.profiler.phases.clock import BACKWARD, OPTIMIZER
 from surefoot.contract.task import Loss
 from surefoot.train.step.accumulate import EagerAccumulate
-from surefoot.train.step.counts import check_count
-from surefoot.train.step.program import NO_POINTS, Applied, Gradients, Points, StepInput
-from surefoot.train.step.update import LiveUpdate, Totals, add_terms
+from surefoot.train.step.factors import check_count
+from surefoot.train.step.program import (
+    NO_POINTS,
+    Applied,
+    Gradients,
+    LiveUpdate,
+    Points,
+    StepInput,
+    Totals,
+    add_terms,
+)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.loader.ahead import Ahead
 from surefoot.components.data.loader.batches import StepBatches
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
@@ -42,8 +41,11 @@ class InputReader:
         self._augments = task.augment is not None and device.type != "cpu"
         augment = None if self._augments else task.augment
         self.loader = Loader(feed, Reader(feed.source, augment, seed))
-        self._ahead = Ahead(device)
         self._moves = device.type != "cpu"
+        if self._moves:
+            from surefoot.components.data.loader.ahead import Ahead
+
+            self._ahead = Ahead(device)
         # ids of the samples of the last step, in the order of reading
         self.consumed = np.empty(0, dtype=np.int64)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from surefoot.components.stability.noise import GradientNoise
-from surefoot.train.step.counts import Count
-from surefoot.train.step.program import Observers, StepDone, StepInput
-from surefoot.train.step.update import LiveUpdate, Totals
+from surefoot.train.step.factors import Count
+from surefoot.train.step.program import LiveUpdate, Observers, StepDone, StepInput, Totals
 
 
 class NoiseObserver:

@@ -10,8 +10,7 @@ from torch import nn
 
 from surefoot.components.precision.record import DtypeRecord
 from surefoot.contract.state import StepReport, master_of
-from surefoot.train.step.program import StepInput, StepProgram
-from surefoot.train.step.update import LiveUpdate
+from surefoot.train.step.program import LiveUpdate, StepInput, StepProgram
 
 Context = AbstractContextManager[object]
 

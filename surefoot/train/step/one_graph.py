@@ -11,11 +11,13 @@ from surefoot.train.step.program import (
     EAGER_STEPS,
     Applied,
     Gradients,
+    LiveUpdate,
     Points,
     StepDone,
     StepInput,
+    Totals,
+    add_terms,
 )
-from surefoot.train.step.update import LiveUpdate, Totals, add_terms
 
 if TYPE_CHECKING:
     from surefoot.train.step.observed import FirstStepRecord

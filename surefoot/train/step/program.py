@@ -8,15 +8,79 @@ are called at five points and change nothing that is trained.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from surefoot.contract.state import StepReport
-from surefoot.contract.task import Batch
-from surefoot.train.step.update import LiveUpdate, Totals
+from surefoot.components.optim.backward import backward
+from surefoot.components.optim.update import GuardedUpdate
+from surefoot.contract.state import StepReport, learning_rate_of
+from surefoot.contract.task import Batch, Loss, Term
+from surefoot.core.errors import TaskError
+from surefoot.train.step.factors import Count
+
+if TYPE_CHECKING:
+    from surefoot.components.optim.in_backward import UpdateInBackward
+
+Totals = dict[str, tuple[Tensor, Count, float]]  # total, count, weight by term
+
+
+@dataclass(frozen=True)
+class LiveUpdate:
+    """An `Update` of the task: its loss, and the optimizers that apply its gradients."""
+
+    name: str
+    loss: Callable[[Any, Batch], Loss]
+    guarded: GuardedUpdate
+    every: int = 1
+    in_backward: UpdateInBackward | None = None  # if set, the backward pass updates
+
+
+def has_overflowed(norm: float | Tensor, factor: float | Tensor) -> bool | Tensor:
+    """Return whether gradients overflowed: they are non-finite although the losses are finite."""
+    if isinstance(norm, Tensor):
+        return ~torch.isfinite(norm) & torch.isfinite(torch.as_tensor(factor))
+    return not math.isfinite(norm) and math.isfinite(float(factor))
+
+
+def run_backward(
+    terms: tuple[Term, ...], factors: list[Tensor], inputs: list[Tensor] | None, *, is_even: bool
+) -> None:
+    """Run the backward pass of all terms, except constant totals without items.
+
+    With `is_even`, all ranks need equal numbers of backward passes. A TaskError is raised if no
+    term is left for this one.
+    """
+    pairs = zip(terms, factors, strict=True)
+    kept = [
+        (term.total, factor)
+        for term, factor in pairs
+        if term.total.requires_grad or float(term.count)
+    ]
+    if is_even and not kept:
+        raise TaskError(
+            "the loss of a batch without items is a constant, and stages 2 and 3 gather weights "
+            "in the backward pass of every rank",
+            hint="return a total that depends on the model for such a batch too: 0.0 * "
+            "output.sum()",
+        )
+    if kept:
+        backward([total for total, _ in kept], [factor for _, factor in kept], inputs)
+
+
+def add_terms(into: Totals, terms: tuple[Term, ...]) -> None:
+    """Add the terms of a microbatch to the totals, counts and weights of `into`."""
+    for term in terms:
+        total = term.total.detach()
+        count: Count = term.count
+        if term.name in into:
+            total, count = into[term.name][0] + total, into[term.name][1] + count
+        into[term.name] = (total, count, term.weight)
+
 
 # of a run: the first is observed, the others are the baseline for the time of a compiled step
 EAGER_STEPS = 5
@@ -165,3 +229,44 @@ class Observers:
     def points(self) -> Points:
         """Return the observers as tuples, which a step program keeps."""
         return Points(*(tuple(getattr(self, each.name)) for each in fields(self)))
+
+
+def join_updates(given: StepInput, updates: list[UpdateDone]) -> StepDone:
+    """Return a step after its updates: it was applied if all of them were."""
+    was_applied: bool | Tensor = True
+    overflowed: bool | Tensor = False
+    for number, (_, _, applied) in enumerate(updates):
+        was_applied = was_applied & applied.was_applied if number else applied.was_applied
+        overflowed = overflowed | applied.overflowed
+    return StepDone(given, updates, was_applied, overflowed)
+
+
+def make_report(done: StepDone, num_samples: int, names: Sequence[str]) -> StepReport:
+    """Return the report of a step on `num_samples` samples of all ranks.
+
+    `names` are the names of all updates of the task; with several, a loss term is reported as
+    `update.term`.
+    """
+    given, totals, keys = done.given, Totals(), dict[str, tuple[str, ...]]()
+    rate: float | Tensor | None = 0.0
+    for update, gradients, _ in done.updates:
+        mine = gradients.totals
+        if len(names) > 1:
+            mine = {f"{update.name}.{name}": row for name, row in mine.items()}
+        totals.update(mine)
+        keys[update.name] = tuple(mine)
+        rate = learning_rate_of(update.guarded.optimizers[0].param_groups[0])
+    if not given.is_sized:  # the batches do not tell their size
+        num_samples = round(float(next((count for _, count, _ in totals.values()), 0)))
+    report = StepReport(
+        step=given.number,
+        epoch=given.epoch,
+        num_samples=num_samples,
+        learning_rate=rate,
+        totals=totals,
+        norm=done.updates[0].applied.norm if len(done.updates) == 1 else None,
+        was_applied=done.was_applied,
+        waiting_s=given.waiting_s,
+    )
+    report.updates.update(keys)
+    return report

@@ -28,8 +28,7 @@ from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:
     from surefoot.components.optim.buffers import LiveBuffers
-    from surefoot.train.step.program import StepDone, StepInput
-    from surefoot.train.step.update import LiveUpdate
+    from surefoot.train.step.program import LiveUpdate, StepDone, StepInput
 
 
 class Ranks:

@@ -26,8 +26,8 @@ from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import Mesh
+from surefoot.train.step.program import LiveUpdate
 from surefoot.train.step.ranks import Ranks
-from surefoot.train.step.update import LiveUpdate
 
 # update rules that are elementwise: rows of a tensor are updated as in the whole tensor
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")

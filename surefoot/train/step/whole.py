@@ -24,7 +24,7 @@ from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
-from surefoot.train.step.update import LiveUpdate
+from surefoot.train.step.program import LiveUpdate
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"
