@@ -22,7 +22,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment
 from surefoot.train.run import Run, drive
-from surefoot.train.step.arithmetic import UpdateRule, move
+from surefoot.train.step.joined.arithmetic import UpdateRule, move
 from surefoot.trial import Clock, write_report
 
 WARMUP, UPDATES = 50, 2000

@@ -33,7 +33,7 @@ from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
-from surefoot.train.step.reading import make_settings
+from surefoot.train.assemble.reading import make_settings
 from tests.components.loading import Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
 from tests.prove.forked import programs_are_forked
 

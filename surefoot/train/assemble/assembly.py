@@ -27,12 +27,12 @@ from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.schedule.plan import Curve
 from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import Group
+from surefoot.train.assemble.reading import read_once
 from surefoot.train.environment import circumstances
 from surefoot.train.evaluate import Evaluation, Reading, evaluate
+from surefoot.train.record.noticed.unfrozen import TrainedSet
 from surefoot.train.resume.program import Program
 from surefoot.train.step import LiveUpdate, StepParts
-from surefoot.train.step.reading import read_once
-from surefoot.train.step.unfrozen import TrainedSet
 
 if TYPE_CHECKING:
     from surefoot.components.compiler.regions import CompiledRegions

@@ -40,6 +40,12 @@ from surefoot.train.assemble.model import (
     set_storage,
     take_task,
 )
+from surefoot.train.assemble.reading import (
+    describe_short_batch,
+    make_feed,
+    make_settings,
+    read_split,
+)
 from surefoot.train.assemble.updates import make_curve, make_updates, schedule_of_task
 from surefoot.train.environment import (
     describe_cudnn,
@@ -51,15 +57,9 @@ from surefoot.train.evaluate import Evaluation, try_out
 from surefoot.train.quiet import set_modes
 from surefoot.train.record.batch_results import describe_unshared, watch
 from surefoot.train.record.noticed.moved_outside import keep_outside, warn_of_unregistered
+from surefoot.train.record.noticed.unfrozen import TrainedSet
 from surefoot.train.step import LiveUpdate, make_parts
 from surefoot.train.step.collectives import SINGLE_RANK, Collectives
-from surefoot.train.step.reading import (
-    describe_short_batch,
-    make_feed,
-    make_settings,
-    read_split,
-)
-from surefoot.train.step.unfrozen import TrainedSet
 
 if TYPE_CHECKING:
     from surefoot.components.memory.recompute import RecomputeHandle
@@ -134,7 +134,7 @@ def _assemble(spec: RunSpec, task: Any, better: Better | None, mesh: Mesh) -> As
     curve = make_curve(spec, resolved, schedule, feed, total_steps)
     sharded = None
     if mesh.is_sharded:
-        from surefoot.train.step.sharding import shard
+        from surefoot.train.assemble.sharding import shard
 
         sharded = shard(spec, model, find_wanted_blocks(spec, resolved, model), mesh)
     updates, more = make_updates(spec, resolved, model, schedule, curve, total_steps)
@@ -273,7 +273,7 @@ def _make_engine(
     def make_collectives(clock: PhaseClock) -> Collectives:
         if is_alone:
             return SINGLE_RANK
-        from surefoot.train.step.sharding import make_ranks
+        from surefoot.train.assemble.sharding import make_ranks
 
         return make_ranks(spec, group, model, updates, sharded, course, clock)
 
@@ -295,7 +295,7 @@ def _make_engine(
     noise = None
     if spec.observe.noise:
         noise = _noise(course.feed, updates)
-        from surefoot.train.step.noise import NoiseObserver
+        from surefoot.train.record.noticed.noise import NoiseObserver
 
         NoiseObserver(noise).observe(steps.observers)
     compiled = None

@@ -20,12 +20,12 @@ from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
+from surefoot.train.assemble.reading import make_feed
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import halves as halving
 from surefoot.train.preflight import samples
 from surefoot.train.quiet import preserve_state, read_streams
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
-from surefoot.train.step.reading import make_feed
 
 OVER_BATCHES = (
     nn.BatchNorm1d,
@@ -111,9 +111,7 @@ def check(assembly: Assembly) -> list[str]:
                 )
             )
         if splits:
-            from surefoot.train.preflight import between_microbatches
-
-            assembly.warnings.extend(between_microbatches.check(assembly, batch, len(ids)))
+            assembly.warnings.extend(_check_between_microbatches(assembly, batch, len(ids)))
     if writes[0] and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
     with trial_context(assembly):
@@ -124,6 +122,12 @@ def check(assembly: Assembly) -> list[str]:
         _measure_blocks(assembly, read)
         notes.append(recomputed.words)
     return notes
+
+
+def _check_between_microbatches(assembly: Assembly, batch: Batch, size: int) -> list[str]:
+    from surefoot.train.preflight import between_microbatches
+
+    return between_microbatches.check(assembly, batch, size)
 
 
 def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:

@@ -18,8 +18,8 @@ from surefoot.contract.task import ResolvedTask
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import format_seconds
 from surefoot.train.step import LiveUpdate
+from surefoot.train.step.joined.whole import WholeStep, check
 from surefoot.train.step.program import EAGER_STEPS
-from surefoot.train.step.whole import WholeStep, check
 
 GIVEN_UP = "recompile limit"  # message of torch for code that it has compiled too often
 

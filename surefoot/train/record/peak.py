@@ -22,8 +22,8 @@ from surefoot.train.failure.out_of_memory import WithinMemory
 from surefoot.train.quiet import preserve_state
 from surefoot.train.record.noticed.attribute_notes import OptimizerWatch
 from surefoot.train.record.noticed.in_place import WatchedForWrites
+from surefoot.train.record.noticed.unfrozen import Unfreezing
 from surefoot.train.record.telling import Telling
-from surefoot.train.step.unfrozen import Unfreezing
 
 if TYPE_CHECKING:
     from surefoot.components.memory.measure import Rise

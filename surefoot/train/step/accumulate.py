@@ -75,7 +75,7 @@ _UNOBSERVED: AbstractContextManager[None] = nullcontext()
 
 
 class Division(NamedTuple):
-    """How the losses of an update are divided.
+    """Division of the losses of an update in a step.
 
     Args:
         counts: Item counts of the global batch; None if only the loss can give them.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.batches import Peek, StepBatches, make_copier
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.order import Keys
@@ -42,10 +41,7 @@ class InputReader:
         augment = None if self._augments else task.augment
         self.loader = Loader(feed, Reader(feed.source, augment, seed))
         self._moves = device.type != "cpu"
-        if self._moves:
-            from surefoot.components.data.loader.ahead import Ahead
-
-            self._ahead = Ahead(device)
+        self._copy = make_copier(device)
         # ids of the samples of the last step, in the order of reading
         self.consumed = np.empty(0, dtype=np.int64)
 
@@ -95,12 +91,10 @@ class InputReader:
             waiting_s,
         )
 
-    def _move_to_device(
-        self, taken: StepBatches, peek: Callable[[int], StepBatches | None] | None = None
-    ) -> list[Batch]:
+    def _move_to_device(self, taken: StepBatches, peek: Peek | None = None) -> list[Batch]:
         """Return the batches on the device; start the copy of the batches that `peek` returns."""
         self._clock.switch(COPY)
-        batches = self._ahead.take(taken, peek)
+        batches = self._copy(taken, peek)
         self._clock.switch(DATA)
         if self._augments and self._task.augment is not None:
             epoch = taken.window.epoch

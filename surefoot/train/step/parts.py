@@ -33,7 +33,7 @@ from surefoot.train.step.program import (
 )
 
 if TYPE_CHECKING:
-    from surefoot.train.step.whole import WholeStep
+    from surefoot.train.step.joined.whole import WholeStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +140,7 @@ def _make_eager(parts: StepParts, points: Points) -> StepProgram:
 
 
 def _make_in_backward(parts: StepParts, points: Points) -> StepProgram:
-    from surefoot.train.step.in_backward import AccumulateInBackward
+    from surefoot.train.step.joined.in_backward import AccumulateInBackward
 
     passes = make_passes(parts, points)
     return _record_first(
@@ -152,7 +152,7 @@ def _make_in_backward(parts: StepParts, points: Points) -> StepProgram:
 
 
 def _make_as_graph(parts: StepParts, points: Points) -> StepProgram:
-    from surefoot.train.step.one_graph import AccumulateAsGraph
+    from surefoot.train.step.joined.one_graph import AccumulateAsGraph
 
     assert parts.whole is not None
     passes = make_passes(parts, points)

@@ -181,7 +181,7 @@ class Apply(Protocol):
 
 
 class StepProgram(Protocol):
-    """One training step."""
+    """Training step: it takes the batches of a step and returns its report."""
 
     def __call__(self, given: StepInput) -> StepReport: ...
 

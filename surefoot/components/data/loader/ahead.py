@@ -5,18 +5,15 @@ They run on a separate CUDA stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surefoot.components.data.feed import to_device
-from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.batches import Peek, StepBatches
 from surefoot.contract.task import Batch
 from surefoot.runtime.nested_tensors import map_tensors
-
-Peek = Callable[[int], StepBatches | None]
 
 
 class Ahead:

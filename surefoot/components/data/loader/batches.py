@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 
-from surefoot.components.data.feed import SampleWindow
+from surefoot.components.data.feed import SampleWindow, to_device
 from surefoot.components.data.in_place import find_arrays
 from surefoot.components.data.loader.bad import ReadResult, UnreadableSample
 from surefoot.contract.task import Batch
@@ -62,3 +63,18 @@ def bytes_of(batch: Batch) -> int:
         each.nbytes if isinstance(each, np.ndarray) else each.numel() * each.element_size()
         for each in find_arrays(batch)
     )
+
+
+Peek = Callable[[int], StepBatches | None]  # batches of a step if they have been read already
+
+
+def make_copier(device: torch.device) -> Callable[[StepBatches, Peek | None], list[Batch]]:
+    """Return a function that returns the batches of a step on `device`.
+
+    On CUDA it starts to copy the batches of the next step, which its second argument returns.
+    """
+    if device.type == "cpu":
+        return lambda taken, _: [to_device(batch, device) for batch in taken.batches]
+    from surefoot.components.data.loader.ahead import Ahead
+
+    return Ahead(device).take

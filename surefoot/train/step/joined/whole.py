@@ -22,8 +22,8 @@ from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
+from surefoot.train.step.joined.arithmetic import UpdateRule, move
 from surefoot.train.step.program import LiveUpdate
 
 KEY = 'compile.what = "step"'

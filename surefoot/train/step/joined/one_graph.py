@@ -20,8 +20,8 @@ from surefoot.train.step.program import (
 )
 
 if TYPE_CHECKING:
+    from surefoot.train.step.joined.whole import WholeStep
     from surefoot.train.step.observed import FirstStepRecord
-    from surefoot.train.step.whole import WholeStep
 
 
 class AccumulateAsGraph:
