@@ -104,7 +104,7 @@ def measure_score(spec: str, folder: str, report: str) -> None:
         report,
         {
             "score": float(run.summary["value"]),
-            "training_s": run.training_s,
+            "training_s": run.session.progress.training_s,
             "updates": float(run.step),
         },
     )

@@ -40,10 +40,10 @@ from surefoot.train.evaluate import (
     evaluate,
     evaluation_key,
 )
-from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import preserve_state
 from surefoot.train.record.noticed.moved_outside import load_outside
 from surefoot.train.record.outputs import Outputs
+from surefoot.train.session.folder import SPEC_FILE
 
 ENDINGS = (".safetensors", ".npz")
 # two sizes, so that the batch dimension is dynamic; a size of 1 would become a constant

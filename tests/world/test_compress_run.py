@@ -198,7 +198,7 @@ def test_a_save_that_one_rank_is_asked_for_is_made_by_all(tmp_path: Path) -> Non
         with Run(given_, Wide(), folder=tmp_path / "run", quiet=True) as run:
             for report in run.steps():
                 if report.step == 4 and rank == 1:
-                    run._keeper.ask()
+                    run.session.keeper.ask()
         return run.step
 
     assert run_ranks(2, job, tmp_path / "ranks") == [9, 9]

@@ -29,7 +29,7 @@ from surefoot.contract.state import StepReport, learning_rate_of
 from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, StorageError
 from surefoot.core.process.forked import OwningProcess
 from surefoot.runtime.comm.group import Group
-from surefoot.train import environment, folder
+from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import (
     as_loss,
@@ -46,6 +46,7 @@ from surefoot.train.failure import blame
 from surefoot.train.record.noticed.unheld import UnheldObjects
 from surefoot.train.record.scores import timing_rows
 from surefoot.train.resume.program import Program
+from surefoot.train.session import folder
 
 
 @final

@@ -21,12 +21,13 @@ from surefoot.core import place
 from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
-from surefoot.train.folder import Chosen
 from surefoot.train.record.noticed.movement import Movement
+from surefoot.train.session.folder import Chosen
 
 if TYPE_CHECKING:
+    from surefoot.train.assemble import Assembly
     from surefoot.train.record.compiling import Compiling
-    from surefoot.train.run import Run
+    from surefoot.train.session.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,43 +219,42 @@ class Telling:
             self.give_up("TensorBoard", error, step)
 
 
-def open_records(run: Run, home: Path, chosen: Chosen) -> tuple[Journal | NoJournal, TensorBoard]:
-    """Open the log and TensorBoard of a rank in `home`; neither if the run has ended before."""
-    is_wanted = run.group.is_first and chosen.done is None
+def open_records(
+    home: Path, chosen: Chosen, *, is_first: bool, wanted: bool | None, step: int
+) -> tuple[Journal | NoJournal, TensorBoard]:
+    """Open the log and TensorBoard of a rank in `home`; neither if the run has ended before.
+
+    Only rank 0 (`is_first`) writes TensorBoard, if it is `wanted`; `step` is the last one restored.
+    """
     tensorboard = TensorBoard(
         home / "tensorboard",
-        wanted=run.spec.observe.tensorboard if is_wanted else False,
-        purge_step=run.step + 1 if chosen.is_again else None,
+        wanted=wanted if is_first and chosen.done is None else False,
+        purge_step=step + 1 if chosen.is_again else None,
     )
     return Journal(home) if chosen.done is None else NoJournal(), tensorboard
 
 
-def open_console(run: Run, *, quiet: bool) -> Console:
-    """Return the console of a run; ranks other than 0 print nothing."""
-    return Console(
-        total_steps=run.assembly.course.total_steps,
-        unit=run.task.unit,
-        quiet=quiet or not run.group.is_first,
-        done_steps=run.step,
-    )
-
-
 def make_telling(
-    run: Run, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard
+    assembly: Assembly,
+    generation: int,
+    journal: Journal | NoJournal,
+    tensorboard: TensorBoard,
+    console: Console,
+    progress: Progress,
 ) -> Telling:
     """Return the outputs of an attempt."""
-    engine, compiling = run.assembly.engine, None
+    engine, compiling = assembly.engine, None
     if engine.compiled is not None:
         from surefoot.train.record.compiling import Compiling
 
-        compiling = Compiling(engine.compiled, run.spec.compile)
+        compiling = Compiling(engine.compiled, assembly.spec.compile)
     return Telling(
         journal,
         tensorboard,
         console,
-        guard,
+        progress.guard,
         engine.steps.clock,
-        run.generation,
+        generation,
         compiling,
-        Movement(run.model, run.step),
+        Movement(assembly.model, progress.step),
     )

@@ -25,10 +25,10 @@ from surefoot.core.units import name_some
 from surefoot.runtime.comm.group import ALONE
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
-from surefoot.train.folder import Chosen
 from surefoot.train.resume import same
 from surefoot.train.resume.program import Program, tell_versions
 from surefoot.train.resume.state import LiveState
+from surefoot.train.session.folder import Chosen
 
 if TYPE_CHECKING:
     from surefoot.train.resume.changes import Change

@@ -27,12 +27,12 @@ from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.runtime.comm.mesh import Mesh, lay_out
-from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
-from surefoot.train.folder import Chosen
 from surefoot.train.resume.per_rank import rank_state
 from surefoot.train.resume.program import Program
+from surefoot.train.session import folder
+from surefoot.train.session.folder import Chosen
 
 if TYPE_CHECKING:
     from surefoot.components.data.loader.loader import Loader
