@@ -323,6 +323,14 @@ def read(folder: Path, *only: type[Event], damaged: list[str] | None = None) -> 
         )
 
 
+def parse_line(line: str) -> Event | None:
+    """Return the event in a line; None if it is damaged, or of a kind or format not known."""
+    row = _row(line)
+    if row is None or row["kind"] not in KINDS or row.get("v", 0) > VERSION:
+        return None
+    return _parse(row, FILE, [])
+
+
 def _open(folder: Path) -> TextIO:
     try:
         return io.TextIOWrapper(files.open_file(folder, FILE), encoding="utf-8", errors="replace")

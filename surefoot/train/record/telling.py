@@ -13,7 +13,7 @@ from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.settings import LoaderNotice
 from surefoot.components.observe.console import Console
 from surefoot.components.observe.journal import Journal, NoJournal
-from surefoot.components.observe.tensorboard import TensorBoard
+from surefoot.components.observe.tensorboard import TensorBoardOfRun
 from surefoot.components.profiler.phases.clock import LOGGING, PhaseClock
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
@@ -47,7 +47,7 @@ class Telling:
     def __init__(
         self,
         journal: Journal | NoJournal,
-        tensorboard: TensorBoard,
+        tensorboard: TensorBoardOfRun,
         console: Console,
         guard: Guard,
         clock: PhaseClock,
@@ -221,13 +221,13 @@ class Telling:
 
 def open_records(
     home: Path, chosen: Chosen, *, is_first: bool, wanted: bool | None, step: int
-) -> tuple[Journal | NoJournal, TensorBoard]:
+) -> tuple[Journal | NoJournal, TensorBoardOfRun]:
     """Open the log and TensorBoard of a rank in `home`; neither if the run has ended before.
 
     Only rank 0 (`is_first`) writes TensorBoard, if it is `wanted`; `step` is the last one restored.
     """
-    tensorboard = TensorBoard(
-        home / "tensorboard",
+    tensorboard = TensorBoardOfRun(
+        home,
         wanted=wanted if is_first and chosen.done is None else False,
         purge_step=step + 1 if chosen.is_again else None,
     )
@@ -238,7 +238,7 @@ def make_telling(
     assembly: Assembly,
     generation: int,
     journal: Journal | NoJournal,
-    tensorboard: TensorBoard,
+    tensorboard: TensorBoardOfRun,
     console: Console,
     progress: Progress,
 ) -> Telling:

@@ -144,6 +144,7 @@ def _open(
         home, chosen, is_first=group.is_first, wanted=spec.observe.tensorboard, step=progress.step
     )
     opened.callback(journal.abandon)
+    opened.callback(tensorboard.abandon)
     ledger = together.open_ledger(group, root, assembly, lock.generation)
     opened.callback(ledger.close)
     clock = assembly.engine.steps.clock
@@ -160,6 +161,7 @@ def _open(
             lock.generation, *told, first_step=progress.step + 1, parent=keeper.parent or {}
         )
     )
+    tensorboard.begin()
     opened.callback(together.release_other_ranks(group, assembly))
     console = Console(
         total_steps=assembly.course.total_steps,
