@@ -323,8 +323,12 @@ def follow_log(home: Path, offset: int, purge_step: int | None, parent: int) -> 
     """
     board = TensorBoard(home / "tensorboard", wanted=True, purge_step=purge_step)
     is_over, rest, ended = False, b"", threading.Event()
-    # a thread, since Windows cannot wait for a pipe with a timeout
-    threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+
+    def wait_for_end() -> None:  # in a thread, since Windows cannot wait for a pipe with a timeout
+        sys.stdin.read()
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
     with files.open_file(home, events.FILE) as log:
         log.seek(offset)
         while not is_over:
