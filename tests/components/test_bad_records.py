@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.bad import read_sound
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.order import Keys
 from surefoot.components.data.tars.source import Tars
 from surefoot.components.metrics import Mean, accuracy

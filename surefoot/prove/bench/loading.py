@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.batches import Kind, LoaderSettings, StepBatches
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import (
     ENOUGH,
@@ -20,7 +20,6 @@ from surefoot.components.data.loader.pilot import (
     WorkerTuner,
     find_most,
 )
-from surefoot.components.data.loader.settings import Kind, LoaderSettings
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import count_cores

@@ -14,8 +14,8 @@ from torch import nn
 from surefoot.components.data.feed import Feed, to_device
 from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.data.loader.bad import ReadResult, read_sound
+from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.jobs import look
-from surefoot.components.data.loader.settings import LoaderNotice
 from surefoot.components.data.order import Keys
 from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
 from surefoot.components.observe.meter import Summary

@@ -12,11 +12,10 @@ import torch
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import WHOLE, Feed, Share
 from surefoot.components.data.lengths import check_ramp
-from surefoot.components.data.loader.batches import make_copier
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings, make_copier
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import find_most
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.data.sources.wrapped import as_source
 from surefoot.contract import signature

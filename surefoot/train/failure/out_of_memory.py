@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.profiler.phases.clock import BACKWARD, FORWARD
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
+from surefoot.runtime.attributes.generators import random_states, restore_random
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.record.telling import Telling

@@ -13,8 +13,7 @@ from surefoot.contract.task import Batch, Loss
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.halves import cut_batch
-from surefoot.train.quiet import preserve_state
-from surefoot.train.record.carried import CarriedState
+from surefoot.train.quiet import CarriedState, preserve_state
 from surefoot.train.step import LiveUpdate
 
 SAME = 1e-5  # relative, of a term

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from surefoot.components.checkpoint import SaveResult
+from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice
 from surefoot.components.observe.console import Console
 from surefoot.components.observe.journal import Journal, NoJournal
 from surefoot.components.observe.tensorboard import TensorBoardOfRun
@@ -27,7 +27,7 @@ from surefoot.train.session.folder import Chosen
 if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
     from surefoot.train.record.compiling import Compiling
-    from surefoot.train.session.progress import Progress
+    from surefoot.train.session.session import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

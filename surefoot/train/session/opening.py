@@ -36,8 +36,7 @@ from surefoot.train.resume.start import (
 )
 from surefoot.train.session import folder
 from surefoot.train.session.folder import Chosen, RunFolderRequest, make_absolute
-from surefoot.train.session.progress import Progress
-from surefoot.train.session.session import RunSession
+from surefoot.train.session.session import Progress, RunSession
 
 
 @dataclass(frozen=True, kw_only=True)
