@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,8 @@ class UpdateInBackward:
         for parameter in self._guarded.parameters:
             if parameter not in self._hooked:
                 self._hooked.add(parameter)
-                parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
+                register: Any = parameter.register_post_accumulate_grad_hook
+                register(self._update)
 
     def step(self, run_backward: Callable[[], None]) -> float:
         """Run the backward pass with its updates, and return the global norm of the gradients.

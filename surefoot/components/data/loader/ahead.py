@@ -25,7 +25,8 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        make_stream: Any = torch.cuda.Stream
+        self._stream: Any = make_stream(device) if device.type == "cuda" else None
         self._copied: tuple[int, list[Batch]] | None = None
         # the sources of copies in progress must stay in memory
         self._leaving: list[tuple[Any, StepBatches]] = []
