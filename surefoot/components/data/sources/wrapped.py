@@ -106,46 +106,56 @@ def as_source(given: Any) -> Source:
     """
     if isinstance(given, Source) and not isinstance(given, type):
         return given
-    if isinstance(given, (Tensor, np.ndarray)):
-        return Arrays(given)
-    if (
-        isinstance(given, tuple)
-        and given
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in given)
-    ):
-        return Arrays(*given)
-    # a frame of pandas: indexed by number it gives a column, not a row
-    if hasattr(given, "iloc") and hasattr(given, "columns"):
-        return Arrays(**_check_mapping({name: given[name].to_numpy() for name in given.columns}))
-    if isinstance(given, dict) or (
-        isinstance(given, Mapping)
-        and all(isinstance(part, (Tensor, np.ndarray)) for part in given.values())
-    ):
-        return Arrays(**_check_mapping(given))
+    if (arrays := _as_arrays(given)) is not None:
+        return arrays
     # an IterableDataset may have a length, and no items
     if isinstance(given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset):
         return Iterated(given)
-    refuse = isinstance(given, tuple(INSTEAD)) or hasattr(given, "__fspath__")
-    if not refuse and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        return TorchDataset(given)
-    if not refuse and isinstance(given, Iterable):
-        return Iterated(given)
-    missing = [name for name in SOURCE_HAS if not hasattr(given, name)]
-    hint = next((hint for kind, hint in INSTEAD.items() if isinstance(given, kind)), None)
-    if hasattr(given, "__fspath__"):
-        hint = INSTEAD[str]
-    elif hint is None and callable(getattr(given, "read", None)):
-        hint = (
-            "a source also has "
-            f"{', '.join([*missing, '__len__'] if not hasattr(given, '__len__') else missing)}"
-        )
+    if not isinstance(given, tuple(INSTEAD)) and not hasattr(given, "__fspath__"):
+        if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+            return TorchDataset(given)
+        if isinstance(given, Iterable):
+            return Iterated(given)
     raise DataError(
         (
             f"data() of the task returned {given!r:.80}, a {type(given).__name__}, which is "
             "not a source of samples"
         ),
-        hint=hint or "give a Source, tensors, a map-style dataset or an iterable of batches",
+        hint=_hint_source(given),
     )
+
+
+def _as_arrays(given: Any) -> Arrays | None:
+    """Return tensors, arrays and frames as a source; None for other values."""
+    if _is_array(given):
+        return Arrays(given)
+    if isinstance(given, tuple) and given and all(map(_is_array, given)):
+        return Arrays(*given)
+    # a frame of pandas: indexed by number it gives a column, not a row
+    if hasattr(given, "iloc") and hasattr(given, "columns"):
+        return Arrays(**_check_mapping({name: given[name].to_numpy() for name in given.columns}))
+    if isinstance(given, dict) or (
+        isinstance(given, Mapping) and all(map(_is_array, given.values()))
+    ):
+        return Arrays(**_check_mapping(given))
+    return None
+
+
+def _is_array(given: Any) -> bool:
+    return isinstance(given, Tensor | np.ndarray)
+
+
+def _hint_source(given: Any) -> str:
+    """Return what to give in place of a value that is not a source."""
+    if hasattr(given, "__fspath__"):
+        return INSTEAD[str]
+    for kind, hint in INSTEAD.items():
+        if isinstance(given, kind):
+            return hint
+    if callable(getattr(given, "read", None)):
+        missing = [name for name in (*SOURCE_HAS, "__len__") if not hasattr(given, name)]
+        return f"a source also has {', '.join(missing)}"
+    return "give a Source, tensors, a map-style dataset or an iterable of batches"
 
 
 def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
@@ -164,7 +174,7 @@ def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:
                 f"data() of the task returned a dict with the key {name!r}",
                 hint="return a dict with names (str) as keys, or a list of samples",
             )
-        if not isinstance(part, (Tensor, np.ndarray)):
+        if not _is_array(part):
             hint = (
                 f"return the requested split: given[{name!r}]"
                 if hasattr(part, "__getitems__")
