@@ -19,8 +19,8 @@ from surefoot.components.data.feed import size_of
 from surefoot.components.data.sources.watched import ObservedLoader
 from surefoot.components.observe.console import Console
 from surefoot.components.observe.journal import Journal, NoJournal
-from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
-from surefoot.components.observe.meter import Meter
+from surefoot.components.observe.memory_use import peak_resident_bytes
+from surefoot.components.observe.meter import Meter, make_step_record
 from surefoot.components.profiler.phases.clock import CHECKPOINT, DATA, LOGGING, OTHER, PhaseClock
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
@@ -344,36 +344,12 @@ class LoopRecord:
         timing = self.clock.take()
         self._training_s += summary.elapsed_s
         self._loss = summary.loss
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        rates = {
-            f"optimizer.{number}" if number else "optimizer": float(rate)
-            for number, group in enumerate(groups)
-            if (rate := learning_rate_of(group)) is not None
-        }
-        event = events.Step(
-            generation=self.generation,
-            time_s=time.time(),
-            step=summary.step,
-            epoch=summary.epoch,
-            num_steps=summary.num_steps,
-            loss=summary.loss,
-            terms=summary.terms,
-            gradient_norm=None,
-            learning_rates=rates,
-            num_applied=summary.num_applied,
-            num_samples=summary.num_samples,
-            num_items=summary.num_items,
-            elapsed_s=summary.elapsed_s,
-            waiting_s=summary.waiting_s,
-            samples_per_s=summary.samples_per_s,
-            items_per_s=summary.items_per_s,
-            peak_bytes=peak_resident_bytes(),
-            phases=timing.phases,
-            step_s=timing.step_s,
-            outliers=timing.outliers,
-            device_memory=take_device_memory(self._device),
+        groups = {"optimizer": [group for each in self._optimizers for group in each.param_groups]}
+        self._write(
+            make_step_record(
+                summary, timing, groups, generation=self.generation, device=self._device
+            )
         )
-        self._write(event)
 
     def _write(self, event: events.Event) -> None:
         """Write `event`; a storage error ends the recording and never stops the loop."""
