@@ -176,7 +176,8 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
     with Run(spec, folder=work, quiet=True) as run:
         whole = run.assembly.evaluation
         # all of it takes minutes
-        run.assembly = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))
+        few = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))
+        run.session.assembly = few
         for report in run.steps():
             if is_busy and report.step % every == 0:
                 run.evaluate()

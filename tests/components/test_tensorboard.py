@@ -148,7 +148,7 @@ def of_run(
     journal = Journal(folder)
     board = TensorBoardOfRun(folder, wanted=True, purge_step=purge)
     journal.begin(started())
-    board.begin()
+    board.begin(1)
     yield journal, board
     journal.close()
     board.close()
@@ -243,7 +243,7 @@ def test_what_stops_its_process_is_told_once_and_the_run_goes_on(
     monkeypatch.setattr("surefoot.components.observe.tensorboard.FIRST_WRITE_S", 0.0)
     journal, board = Journal(tmp_path), TensorBoardOfRun(tmp_path, wanted=True)
     journal.begin(started())
-    board.begin()
+    board.begin(1)
     told = list[str]()
     for number in range(1, 4):
         journal.write(step(number))
@@ -273,7 +273,7 @@ def test_a_process_that_cannot_start_is_told_once(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no interpreter"))
     journal, board = Journal(tmp_path), TensorBoardOfRun(tmp_path, wanted=True)
     journal.begin(started())
-    board.begin()
+    board.begin(1)
     with pytest.raises(StorageError, match="cannot be written"):
         board.write(step(1))
     board.write(step(2))
@@ -299,3 +299,49 @@ def test_a_training_process_imports_nothing_of_tensorboard(tmp_path: Path) -> No
     )
     assert said.stdout == "[]\n"
     assert [each[0] for each in losses(tmp_path / "a")] == [1, 2, 3, 4, 5]
+
+
+def test_a_process_that_is_forked_meanwhile_does_not_keep_it_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a process holds the pipe to it, as a worker of a DataLoader does."""
+    monkeypatch.setattr("surefoot.components.observe.tensorboard.MAX_END_S", 3600.0)
+    read, write = os.pipe()
+    pid = 0
+    with of_run(tmp_path, monkeypatch, 0.0) as (journal, board):
+        journal.write(step(1))
+        board.write(step(1))
+        pid = os.fork()
+        if pid == 0:
+            os.close(write)
+            os.read(read, 1)  # until the test closes its end
+            os._exit(0)
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    assert [each[0] for each in losses(tmp_path)] == [1]
+
+
+def test_it_starts_where_the_working_folder_is_gone_and_with_the_path_of_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    with of_run(tmp_path, monkeypatch, 0.0) as (journal, board):
+        journal.write(step(1))
+        board.write(step(1))
+    monkeypatch.chdir(tmp_path)
+    assert [each[0] for each in losses(tmp_path)] == [1]
+
+
+def test_the_records_of_a_later_attempt_in_the_same_log_are_not_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with of_run(tmp_path, monkeypatch, 0.0) as (journal, board):
+        journal.write(step(1))
+        board.write(step(1))
+        journal.write(step(2, generation=2))
+    assert [each[0] for each in losses(tmp_path)] == [1]

@@ -28,6 +28,11 @@ from surefoot.core.errors import MissingExtra, StorageError
 
 FIRST_WRITE_S = 10.0  # importing TensorBoard takes about 0.5 s, so it waits for the first steps
 MAX_END_S = 120.0  # for the process to write what is left, on a slow disk
+MAX_ABANDON_S = 2.0  # the same after a failure, which does not wait for plots
+CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from surefoot.components.observe.tensorboard import main; sys.exit(main(sys.argv[2]))"
+)
 
 
 class TensorBoard:
@@ -58,11 +63,14 @@ class TensorBoard:
 
         Raises StorageError if the files cannot be written. After that, the writer does nothing.
         """
-        if not self._on or not isinstance(event, Step | Evaluated):
-            return
-        self._waiting.append(event)
-        if time.monotonic() - self._since_s > FIRST_WRITE_S:
+        self.add(event)
+        if self._on and self._waiting and time.monotonic() - self._since_s > FIRST_WRITE_S:
             self.flush()
+
+    def add(self, event: Event) -> None:
+        """Buffer an event until the next call of `flush`."""
+        if self._on and isinstance(event, Step | Evaluated):
+            self._waiting.append(event)
 
     def flush(self) -> None:
         """Write the buffered events. Raises StorageError as `write` does."""
@@ -193,11 +201,12 @@ class TensorBoardOfRun:
         self._on, self._home, self._purge_step = is_written(wanted), home, purge_step
         self._process: subprocess.Popen[str] | None = None
         self._waiting: list[Event] = []
-        self._offset = 0
+        self._offset = self._generation = 0
         self._since_s = time.monotonic()
 
-    def begin(self) -> None:
-        """Take the rest of the log, from its current end, as the log of this attempt."""
+    def begin(self, generation: int) -> None:
+        """Take the events of `generation` in the rest of the log as those of this attempt."""
+        self._generation = generation
         if self._on:
             self._offset = (self._home / events.FILE).stat().st_size
 
@@ -210,7 +219,7 @@ class TensorBoardOfRun:
             return
         if self._process is not None:
             if self._process.poll() is not None:
-                self._end_process()
+                self._end_process(is_early=True)
         elif time.monotonic() - self._since_s < FIRST_WRITE_S:
             self._waiting.append(event)
         else:
@@ -218,12 +227,10 @@ class TensorBoardOfRun:
             self._start()
 
     def _start(self) -> None:
-        given = [str(self._home), self._offset, self._purge_step, os.getpid()]
-        # an installed `surefoot` does not import modules from this folder
-        safe = [] if os.getcwd() in sys.path else ["-P"]
+        given = [str(self._home), self._offset, self._generation, self._purge_step]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, *safe, "-m", __name__, json.dumps(given)],
+                [sys.executable, "-P", "-c", CHILD, json.dumps(sys.path), json.dumps(given)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -231,7 +238,7 @@ class TensorBoardOfRun:
                 process_group=0,
                 env=place.child_environment(threads=1),
             )
-        except OSError as error:
+        except (OSError, TypeError, ValueError) as error:  # without an interpreter, or a folder
             self._on = False
             raise _as_storage_error(self._home / "tensorboard", error) from error
 
@@ -253,22 +260,28 @@ class TensorBoardOfRun:
     def _open_board(self) -> TensorBoard:
         return TensorBoard(self._home / "tensorboard", wanted=True, purge_step=self._purge_step)
 
-    def _end_process(self) -> None:
-        """Wait for the process, which ends with its input. Raises StorageError if it failed."""
+    def _end_process(self, *, is_early: bool = False) -> None:
+        """Let the process write the rest and end. Raises StorageError if it failed.
+
+        With `is_early` it has ended already, which is a failure.
+        """
         process, self._process, self._on = self._process, None, False
         assert process is not None
         try:
-            said, _ = process.communicate(timeout=MAX_END_S)
+            # a line, since processes that are forked meanwhile keep the pipe open
+            said, _ = process.communicate("end\n", timeout=MAX_END_S)
         except subprocess.TimeoutExpired:
             process.kill()
             said = f"they are not written after {MAX_END_S:g} s"
-        if process.wait():
+        if process.wait() or is_early:
             raise _as_storage_error(self._home / "tensorboard", said.strip() or "its process died")
 
     def abandon(self) -> None:
-        """Let the process write the rest of the log without waiting for it."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.close()
+        """Let the process write the rest of the log, and wait for it only for a moment."""
+        process, self._process, self._on = self._process, None, False
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+                process.communicate("end\n", timeout=MAX_ABANDON_S)
 
 
 def _as_storage_error(folder: Path, error: object) -> StorageError:
@@ -316,16 +329,19 @@ def phase_shares(steps: Sequence[Step]) -> list[tuple[str, float, int]]:
     ]
 
 
-def follow_log(home: Path, offset: int, purge_step: int | None, parent: int) -> None:
-    """Write TensorBoard files from the log in `home`, until standard input or the parent ends.
+def follow_log(home: Path, offset: int, generation: int, purge_step: int | None) -> None:
+    """Write TensorBoard files from the log in `home`, until standard input has a line or ends.
 
-    The log is read from the byte `offset`. Raises StorageError if the files cannot be written.
+    It also ends with its parent process. The events of `generation` are read, from the byte
+    `offset` of the log. Raises StorageError if the files cannot be written.
     """
+    parent = os.getppid()
     board = TensorBoard(home / "tensorboard", wanted=True, purge_step=purge_step)
     is_over, rest, ended = False, b"", threading.Event()
 
     def wait_for_end() -> None:  # in a thread, since Windows cannot wait for a pipe with a timeout
-        sys.stdin.read()
+        while (data := os.read(0, 1024)) and b"\n" not in data:
+            pass
         ended.set()
 
     threading.Thread(target=wait_for_end, daemon=True).start()
@@ -335,18 +351,19 @@ def follow_log(home: Path, offset: int, purge_step: int | None, parent: int) -> 
             is_over = ended.wait(FIRST_WRITE_S) or os.getppid() != parent
             *lines, rest = (rest + log.read()).split(b"\n")
             for line in lines:
-                if (event := events.parse_line(line.decode(errors="replace"))) is not None:
-                    board.write(event)
+                event = events.parse_line(line.decode(errors="replace"))
+                if event is not None and event.generation == generation:
+                    board.add(event)
             board.flush()
     board.close()
 
 
-def main() -> int:
-    """Follow the log that the argument names; print the reason of a failure."""
+def main(words: str) -> int:
+    """Follow the log that `words` name, as JSON; print the reason of a failure."""
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # no SIGHUP on Windows
         if hasattr(signal, name):  # the end of the run ends this process
             signal.signal(getattr(signal, name), signal.SIG_IGN)
-    home, *given = json.loads(sys.argv[1])
+    home, *given = json.loads(words)
     try:
         follow_log(Path(home), *given)
     except StorageError as error:
@@ -356,7 +373,3 @@ def main() -> int:
         print(error.strerror or error)
         return 1
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -37,7 +37,12 @@ ORDER = (
         stages.set_own_storage,
         "frozen parameters and their dtypes are settled before anything refers to parameters",
     ),
-    Stage("recompute", stages.wrap_blocks, "sharding gathers the weights of a whole wrapped block"),
+    Stage("recompute", stages.wrap_blocks, "sharding gathers the weights of a wrapped block"),
+    Stage(
+        "length",
+        stages.make_course,
+        "a length that does not fit is refused before a sample is read",
+    ),
     Stage(
         "trial",
         stages.evaluate_few,

@@ -197,18 +197,24 @@ def evaluate_few(build: Build) -> None:
     )
 
 
+def make_course(build: Build) -> None:
+    """Convert the length of the run to steps, as far as the data tell it."""
+    length, feed = Duration.parse(build.spec.train.length), build.feed
+    tokens = find_tokens_per_sample(build.source)
+    build.course = RunSchedule(length, to_steps(length, feed, tokens), feed, tokens)
+
+
 def make_schedule(build: Build) -> None:
-    spec, feed = build.spec, build.feed
-    length, tokens = Duration.parse(spec.train.length), find_tokens_per_sample(build.source)
-    total_steps = to_steps(length, feed, tokens)
+    spec, feed, course = build.spec, build.feed, build.course
     better = build.better or (build.tried.better if build.tried else "lower")
     own = schedule_of_task(spec, build.task)
     stated = spec.schedule if own is None else ScheduleSettings(name="constant")
     if feed.ramp:
         check_for_ramp(stated)
-    build.course = course = RunSchedule(length, total_steps, feed, tokens)
-    build.schedule = build_schedule(stated, total_steps, course.to_steps_or_refuse, better=better)
-    build.curve = make_curve(spec, build.task, build.schedule, feed, total_steps)
+    build.schedule = build_schedule(
+        stated, course.total_steps, course.to_steps_or_refuse, better=better
+    )
+    build.curve = make_curve(spec, build.task, build.schedule, feed, course.total_steps)
 
 
 def shard_model(build: Build) -> None:

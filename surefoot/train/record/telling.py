@@ -214,6 +214,7 @@ class Telling:
             )
         try:
             with self._clock.within(LOGGING):
+                self.journal.flush()
                 self._tensorboard.close()
         except StorageError as error:
             self.give_up("TensorBoard", error, step)

@@ -14,7 +14,7 @@ from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.ending import StopRequests
 from surefoot.train.session.opening import RunRequest
-from surefoot.train.session.session import RunSession
+from surefoot.train.session.session import RunResult, RunSession
 
 NOT_OPEN = "this run is not open"
 HINT_OPEN = "use the run inside its block: with Run(spec) as run: ..."
@@ -69,7 +69,17 @@ class RunFacts:
     @property
     def num_samples(self) -> int:
         """Number of samples that the steps were computed on, in all attempts."""
-        return self.session.progress.num_samples
+        return 0 if self._session is None else self._session.progress.num_samples
+
+    @property
+    def training_s(self) -> float:
+        """Seconds of training in all attempts, up to the last record of steps."""
+        return 0.0 if self._session is None else self._session.progress.training_s
+
+    @property
+    def generation(self) -> int:
+        """Number of the attempt, from 1."""
+        return self.session.lock.generation
 
     @property
     def num_skipped(self) -> int:
@@ -94,19 +104,23 @@ class RunFacts:
     @property
     def outcome(self) -> str:
         """Outcome, such as "finished"; "" before the end of the run."""
-        return self.session.result.outcome
+        return self._result.outcome
 
     @property
     def cause(self) -> str:
         """Cause of the outcome; "" before the end of the run."""
-        return self.session.result.cause
+        return self._result.cause
 
     @property
     def exit_code(self) -> int:
         """Exit code of `surefoot train` for this outcome."""
-        return self.session.result.exit_code
+        return self._result.exit_code
 
     @property
     def summary(self) -> dict[str, Any]:
         """Rows of the final table; empty before the end of the run."""
-        return self.session.result.summary
+        return self._result.summary
+
+    @property
+    def _result(self) -> RunResult:
+        return RunResult() if self._session is None else self._session.result

@@ -131,7 +131,7 @@ def _open(
     together.clear_drafts(group, where())
     begun = None
     if asked.start is not None:
-        begun = _begin_with(asked.start, chosen, progress, assembly, group)
+        begun = _begin_with(asked.start, chosen, where, progress, assembly, group)
     keeper = CheckpointManager(root, lock, assembly, None if begun is None else begun.parent, group)
     troubles, first = list[str](), list[SaveResult]()
     if begun is None:
@@ -142,8 +142,8 @@ def _open(
     journal, tensorboard = open_records(
         home, chosen, is_first=group.is_first, wanted=spec.observe.tensorboard, step=progress.step
     )
+    opened.callback(tensorboard.abandon)  # after the log is closed
     opened.callback(journal.abandon)
-    opened.callback(tensorboard.abandon)
     ledger = together.open_ledger(group, root, assembly, lock.generation)
     opened.callback(ledger.close)
     clock = assembly.engine.steps.clock
@@ -160,7 +160,7 @@ def _open(
             lock.generation, *told, first_step=progress.step + 1, parent=keeper.parent or {}
         )
     )
-    tensorboard.begin()
+    tensorboard.begin(lock.generation)
     opened.callback(together.release_other_ranks(group, assembly))
     console = Console(
         total_steps=assembly.course.total_steps,
@@ -222,7 +222,12 @@ def _resume(
 
 
 def _begin_with(
-    start: Start, chosen: Chosen, progress: Progress, assembly: Assembly, group: Group
+    start: Start,
+    chosen: Chosen,
+    where: Callable[[], Path],
+    progress: Progress,
+    assembly: Assembly,
+    group: Group,
 ) -> RunStart:
     """Load `start`. Raises RunFolderError if it does not fit or the folder holds a run."""
     if chosen.is_again:
@@ -238,7 +243,7 @@ def _begin_with(
         progress.restore(begun.step, begun.saved, accept_data=True)
         progress.scores.begin_fork(progress.num_samples, progress.training_s)
         if group.is_first:
-            together.begin_fork(start.run, chosen.folder, assembly.feed, begun.step)
+            together.begin_fork(start.run, where(), assembly.feed, begun.step)
     return begun
 
 

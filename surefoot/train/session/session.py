@@ -46,6 +46,7 @@ class Progress:
         num_samples: Number of samples that the steps were computed on.
         training_s: Seconds of training up to the last record of steps.
         before_s: Seconds of training in earlier attempts.
+        ends_window: Function that returns whether a record of steps ends after the given step.
         is_resumed: Whether this attempt resumes from a checkpoint.
         other_data: Text on how the data differ from those trained on; "" if they do not.
     """
@@ -57,6 +58,8 @@ class Progress:
             min_scale=assembly.spec.precision.min_scale,
             total_steps=assembly.course.total_steps,
         )
+        # before the first record, since it refuses an interval that does not fit
+        self.ends_window = assembly.course.rhythm(assembly.spec.observe.every)
         self.step = self.num_samples = 0
         self.training_s = self.before_s = 0.0
         self.is_resumed, self.other_data = False, ""
@@ -145,7 +148,6 @@ class RunSession:
         self.owner, self._meter = OwningProcess(), Meter()
         self._clock: PhaseClock = self.assembly.engine.steps.clock
         self._first_step = self.progress.step + 1
-        self._ends_window = self.assembly.course.rhythm(self.assembly.spec.observe.every)
         self._reader = self.assembly.engine.steps.reader
 
     # ---- steps
@@ -155,6 +157,7 @@ class RunSession:
         if (owed := self.progress.scores.take_owed()) is not None:
             self.keeper.saved_step = 0  # so that the step is saved again, with it
             self.evaluate(owed)
+        self._first_step = self.progress.step + 1
         self._meter.restart_clock()
         take_step = make_step_function(self.assembly, self.telling, self.home)
         self._clock.begin_steps()
@@ -177,7 +180,7 @@ class RunSession:
         self.progress.num_samples += report.num_samples
         self._meter.add(report)
         self.progress.guard.watch(report)
-        if self._ends_window(number) or number == 1 or report.was_applied is False:
+        if self.progress.ends_window(number) or number == 1 or report.was_applied is False:
             self.close_window()
         if number == self._first_step:
             tell_dtypes(self.assembly, self.telling, number)

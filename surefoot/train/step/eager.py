@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from surefoot.components.optim.buffers import LiveBuffers
-from surefoot.components.profiler.phases.clock import PhaseClock
+from surefoot.components.profiler.phases.clock import DATA, FORWARD, PhaseClock
 from surefoot.contract.state import Scaling, StepReport
 from surefoot.train.step.collectives import Collectives
 from surefoot.train.step.program import (
@@ -50,9 +50,12 @@ class EagerStep:
         self._names = [update.name for update in updates]
 
     def __call__(self, given: StepInput) -> StepReport:
-        for see in self._points.batch_read:
-            for batch in given.batches:
-                see(batch)
+        if self._points.batch_read:
+            self._clock.switch(DATA)
+            for see in self._points.batch_read:
+                for batch in given.batches:
+                    see(batch)
+            self._clock.switch(FORWARD)
         self._buffers.keep()
         self._collectives.begin(given)
         done: list[UpdateDone] = []

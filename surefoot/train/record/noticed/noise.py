@@ -27,6 +27,8 @@ class NoiseObserver:
             self._first = update.guarded.norm(), next(iter(totals.values()))[1]
 
     def _see_step(self, done: StepDone) -> None:
+        if not done.updates:
+            return
         ((_, gradients, applied),) = done.updates
         norm, count = self._first
         # a microbatch in which no item counts has no mean

@@ -44,8 +44,8 @@ class AccumulateAsGraph:
         update.guarded.clear_gradients()
         for see in self._points.before_update:
             see()
-        clock = self._eager.clock
-        clock.switch(FORWARD)  # the graph is timed as forward pass
+        if index:
+            self._eager.clock.switch(FORWARD)  # the graph is timed as forward pass
         self._eager.draws.seed(given.number, 0, 0)
         done = self._whole(given.batches[0])
         if done is None:
@@ -64,6 +64,6 @@ class AccumulateAsGraph:
 
     def see_published(self, done: StepDone) -> None:
         """Report the time of a step; the first one of the process is observed, and so slower."""
-        if not self._record.is_first:
+        if done.updates and not self._record.is_first:
             plan = self._whole.plan
             plan.pace.add(time.perf_counter() - self._begun_s, is_compiled=plan.was_called)
