@@ -267,7 +267,7 @@ def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[An
             run.step_done(loss)
             found.append((run.step, float(loss.detach())))
             if run.step == leave_at:
-                run._record._release_lock()
+                run.session.telling.close()
                 return found
     run.close()
     return [*found, *(each.tolist() for each in model.state_dict().values())]

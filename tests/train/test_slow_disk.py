@@ -169,7 +169,7 @@ def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(
                 time.sleep(0.01)
                 run.step_done(model(batch).square().mean())
         run.save()
-        run._record.end("stopped")
+        run.session.end("stopped")
     end = records(tmp_path / "a")[-1]
     assert isinstance(end, Ended)
     assert end.num_samples == 40

@@ -187,8 +187,8 @@ class LoopKeeper:
 
     @property
     def first_pass(self) -> int:
-        """Index, from 0, of the epoch in which the loop resumes."""
-        return self.pass_number + self._is_between
+        """Index, from 0, of the epoch in which the loop starts."""
+        return max(0, self.pass_number + self._is_between)
 
     @property
     def first_batch(self) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surefoot.components.checkpoint import SaveResult
 from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.observe.console import Console
@@ -41,7 +40,80 @@ class RunDamage:
     other_data: str = ""  # text on how the data differ from the data trained on
 
 
-class Telling:
+class RunLog:
+    """Log and console of one attempt at a run or at an attached loop.
+
+    Args:
+        journal: Writer of the log.
+        console: What a person sees.
+        clock: Clock that times the writing as phase "logging".
+        generation: Number of the attempt.
+    """
+
+    def __init__(
+        self, journal: Journal | NoJournal, console: Console, clock: PhaseClock, generation: int
+    ) -> None:
+        self.journal, self.console = journal, console
+        self.generation, self._clock = generation, clock
+
+    def say(self, text: str) -> None:
+        with self._clock.within(LOGGING):
+            self.console.say(text)
+
+    def warn(self, text: str) -> None:
+        """Print a warning, even with `quiet`."""
+        with self._clock.within(LOGGING):
+            self.console.warn(text)
+
+    def write(self, event: events.Event) -> None:
+        """Write `event` to the log."""
+        with self._clock.within(LOGGING):
+            self._record(event)
+
+    def fault(self, fault: GuardFault) -> None:
+        """Record and print a fault, even with `quiet`."""
+        with self._clock.within(LOGGING):
+            self._record(environment.fault(self.generation, fault))
+            self.console.warn(f"{fault.detail}; {fault.action}")
+
+    def log_checkpoint(
+        self, step: int, num_bytes: int, *, elapsed_s: float, waited_s: float
+    ) -> None:
+        """Record that a checkpoint of `num_bytes` bytes is on disk; training waited `waited_s`."""
+        self.write(
+            events.Committed(
+                generation=self.generation,
+                time_s=time.time(),
+                step=step,
+                num_bytes=num_bytes,
+                folder=f"checkpoints/step-{step:012d}",
+                elapsed_s=elapsed_s,
+                waited_s=waited_s,
+            )
+        )
+
+    def tell_damage(self, damage: RunDamage, step: int) -> None:
+        """Record and print the damage found in the folder of a run that resumes after `step`."""
+        for line in damage.log:
+            self.fault(Guard.damaged_log(step, line))
+        for trouble in damage.commits:
+            self.fault(Guard.damaged_commit(step, trouble))
+        if damage.lost_commits:
+            self.fault(Guard.lost_commit(step, damage.lost_commits))
+        if damage.num_lost_rows:
+            self.fault(Guard.damaged_ledger(step, damage.num_lost_rows))
+        if damage.other_data:
+            self.fault(
+                GuardFault(step, "other-data", "the run resumes with these data", damage.other_data)
+            )
+
+    def _record(self, event: events.Event) -> None:
+        trouble = self.journal.write(event)
+        if trouble is not None:
+            self.console.warn(trouble)
+
+
+class Telling(RunLog):
     """Outputs of one attempt. An output with a storage error is dropped; the run continues."""
 
     def __init__(
@@ -55,21 +127,9 @@ class Telling:
         compiling: Compiling | None = None,
         movement: Movement | None = None,
     ) -> None:
-        self.journal, self.console = journal, console
-        self._tensorboard = tensorboard
-        self._guard = guard
-        self._clock = clock
-        self.generation = generation
+        super().__init__(journal, console, clock, generation)
+        self._tensorboard, self._guard = tensorboard, guard
         self._compiling, self._movement = compiling, movement
-
-    def say(self, text: str) -> None:
-        with self._clock.within(LOGGING):
-            self.console.say(text)
-
-    def warn(self, text: str) -> None:
-        """Print a warning, even with `quiet`."""
-        with self._clock.within(LOGGING):
-            self.console.warn(text)
 
     def begin(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
         """Print notes at the start of a run, and warnings, the latter even with `quiet`."""
@@ -126,20 +186,6 @@ class Telling:
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
 
-    def log_checkpoint(self, saved: SaveResult, num_bytes: int) -> None:
-        """Record that a checkpoint of `num_bytes` bytes is on disk."""
-        self.write(
-            events.Committed(
-                generation=self.generation,
-                time_s=time.time(),
-                step=saved.step,
-                num_bytes=num_bytes,
-                folder=f"checkpoints/step-{saved.step:012d}",
-                elapsed_s=saved.elapsed_s,
-                waited_s=saved.waited_s,
-            )
-        )
-
     def give_up(self, what: str, error: StorageError, step: int) -> None:
         """Record and print that the output `what` is dropped because of a storage error."""
         self.fault(self._guard.storage_fault(step, error.message, what))
@@ -151,32 +197,6 @@ class Telling:
     def slow_save(self, step: int, words: str) -> None:
         """Record that a save takes longer than the time until the next save is due."""
         self.fault(self._guard.slow_save(step, words))
-
-    def fault(self, fault: GuardFault) -> None:
-        """Record and print a fault, even with `quiet`."""
-        with self._clock.within(LOGGING):
-            self._record(environment.fault(self.generation, fault))
-            self.console.warn(f"{fault.detail}; {fault.action}")
-
-    def tell_damage(self, damage: RunDamage, step: int) -> None:
-        """Record and print the damage found in the folder of a run that resumes after `step`."""
-        for line in damage.log:
-            self.fault(self._guard.damaged_log(step, line))
-        for trouble in damage.commits:
-            self.fault(self._guard.damaged_commit(step, trouble))
-        if damage.lost_commits:
-            self.fault(self._guard.lost_commit(step, damage.lost_commits))
-        if damage.num_lost_rows:
-            self.fault(self._guard.damaged_ledger(step, damage.num_lost_rows))
-        if damage.other_data:
-            self.fault(
-                GuardFault(step, "other-data", "the run resumes with these data", damage.other_data)
-            )
-
-    def _record(self, event: events.Event) -> None:
-        trouble = self.journal.write(event)
-        if trouble is not None:
-            self.console.warn(trouble)
 
     def subscribe(self, loader: Loader) -> Callable[[], None]:
         """Subscribe to the notices of the loader: failed workers, waiting steps, number of workers.

@@ -310,7 +310,12 @@ class RunSession:
         elif saved.error is not None:
             raise saved.error
         elif saved.manifest is not None:
-            self.telling.log_checkpoint(saved, saved.manifest.num_bytes)
+            self.telling.log_checkpoint(
+                saved.step,
+                saved.manifest.num_bytes,
+                elapsed_s=saved.elapsed_s,
+                waited_s=saved.waited_s,
+            )
 
     def state_digests(self) -> dict[str, str]:
         """Return a SHA-256 (hex) per component of the state; equal for identical states."""
