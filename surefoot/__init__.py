@@ -20,7 +20,7 @@ _PLACES = {
     "all_gather": "surefoot.runtime.comm.gathered",
     "attach": "surefoot.train.attach",
     "compile_regions": "surefoot.components.compiler.regions",
-    "compile_step": "surefoot.train.step.whole",
+    "compile_step": "surefoot.train.step.joined.whole",
     "linear_cross_entropy": "surefoot.components.memory.chunked",
     "load": "surefoot.train.look_back",
     "rank_seed": "surefoot.train.environment",

@@ -30,8 +30,8 @@ from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
 from surefoot.train.run import Run
-from surefoot.train.step.stepper import EAGER_STEPS
-from surefoot.train.step.whole import compile_step
+from surefoot.train.step.joined.whole import compile_step
+from surefoot.train.step.program import EAGER_STEPS
 from surefoot.trial import write_report
 
 MODELS = {

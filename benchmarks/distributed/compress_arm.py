@@ -45,7 +45,7 @@ def make_spec(kind: str, data: str, *, steps: int, seed: int = 0) -> RunSpec:
 
 def measure(run: Run, steps: int, warmup: int) -> dict[str, float]:
     """Wall seconds and bytes of a step after `warmup` steps, and the mean loss at the end."""
-    ranks = run.assembly.engine.stepper.ranks
+    ranks = run.assembly.engine.steps.collectives.ranks
     assert ranks is not None
     losses: list[Any] = []
     begun_s = sent = 0.0

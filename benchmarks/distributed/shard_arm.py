@@ -42,7 +42,7 @@ from surefoot.core.flight import Kind
 from surefoot.runtime.comm.host_memory import Links
 from surefoot.tasks.transformer import Transformer
 from surefoot.train.run import Run
-from surefoot.train.step import stepper
+from surefoot.train.step import update as of_step
 from surefoot.trial import write_report
 
 VOCABULARY, LENGTH = 256, 4  # few tokens: what is counted are states, and not activations
@@ -148,7 +148,7 @@ def counting() -> Iterator[list[int]]:
     Before each backward pass, and before each update.
     """
     seen = list[int]()
-    update, backward = GuardedUpdate.step_if_finite, stepper.backward
+    update, backward = GuardedUpdate.step_if_finite, of_step.backward
 
     def count() -> None:
         gc.collect()
@@ -174,11 +174,11 @@ def counting() -> Iterator[list[int]]:
         backward(*args)
 
     GuardedUpdate.step_if_finite = before_update  # type: ignore[method-assign]
-    stepper.backward = before_backward
+    of_step.backward = before_backward
     try:
         yield seen
     finally:
-        GuardedUpdate.step_if_finite, stepper.backward = update, backward  # type: ignore[method-assign]
+        GuardedUpdate.step_if_finite, of_step.backward = update, backward  # type: ignore[method-assign]
 
 
 def count_bytes(stage: int, folder: str) -> dict[str, float]:
@@ -217,7 +217,7 @@ def trade(stage: int, data: str, folder: str) -> dict[str, float]:
         with counting() as seen:
             for _ in islice(steps, 3):
                 pass
-        ranks = run.assembly.engine.stepper.ranks
+        ranks = run.assembly.engine.steps.collectives.ranks
         assert ranks is not None
         before, begun_s = _sent(ranks), time.perf_counter()
         reports = list(islice(steps, TRADED - 3))

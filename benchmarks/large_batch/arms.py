@@ -22,7 +22,7 @@ from surefoot.contract import spec_file
 from surefoot.contract.spec import OptimTable
 from surefoot.train import environment
 from surefoot.train.run import Run, drive
-from surefoot.train.step.arithmetic import UpdateRule, move
+from surefoot.train.step.joined.arithmetic import UpdateRule, move
 from surefoot.trial import Clock, write_report
 
 WARMUP, UPDATES = 50, 2000
@@ -104,7 +104,7 @@ def measure_score(spec: str, folder: str, report: str) -> None:
         report,
         {
             "score": float(run.summary["value"]),
-            "training_s": run.training_s,
+            "training_s": run.session.progress.training_s,
             "updates": float(run.step),
         },
     )

@@ -23,9 +23,9 @@ from torch import Tensor
 from benchmarks.loaders.sets import stand_in_for_torchvision
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.batches import LoaderSettings
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderSettings
 from surefoot.components.data.order import Keys
 from surefoot.components.data.tars.source import Tars
 from surefoot.components.data.transforms.moving import mirror, translate

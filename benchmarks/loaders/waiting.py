@@ -92,7 +92,7 @@ def main() -> None:
                 begun_s = time.perf_counter()
             waiting_s += each.waiting_s if each.step > FOUND else 0.0
         took_s = time.perf_counter() - begun_s
-        found = run.assembly.engine.stepper.loader.settings.workers
+        found = run.assembly.engine.steps.reader.loader.settings.workers
     write_report(
         report, {"step_s": took_s / TIMED, "waiting": waiting_s / took_s, "workers": float(found)}
     )

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+from benchmarks.live import Side, pin
 from benchmarks.measured import (
+    ROOT,
     find_checkouts_conditions,
     make_checkouts_parser,
     render_interval,
@@ -36,49 +37,16 @@ TURNS_OF_A_PAIR = 10  # then both begin anew: where a process lies in memory mak
 BAR = 1.05
 
 
-class Side:
-    """A live process that takes turns with the surefoot of one checkout."""
-
-    def __init__(self, checkout: Path, workload: str, folder: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, str(FOLDER / "turns.py"), workload, folder],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=environment,
-            cwd=folder,
+def begin(checkout: Path, workload: str, folder: str) -> Side:
+    """A live process with the surefoot of one checkout."""
+    words = (str(FOLDER / "turns.py"), workload, folder)
+    side = Side(words, folder, {"PYTHONPATH": f"{checkout}{os.pathsep}{ROOT}"})
+    found = side.facts["surefoot"]
+    if Path(found).resolve() != checkout.resolve():
+        raise SystemExit(
+            f"{checkout} was asked for, and its process imports the surefoot of {found}"
         )
-        found = self._answer()["surefoot"]
-        if Path(found).resolve() != checkout.resolve():
-            raise SystemExit(
-                f"{checkout} was asked for, and its process imports the surefoot of {found}"
-            )
-
-    def turn(self) -> float:
-        """CPU seconds of one turn."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("turn\n")
-        self._process.stdin.flush()
-        return float(self._answer()["cpu_s"])
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(
-                f"a process ended with {self._process.wait()}: run its turns.py by hand to see why"
-            )
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+    return side
 
 
 def compare(
@@ -89,8 +57,8 @@ def compare(
     while True:
         with (
             tempfile.TemporaryDirectory() as folder,
-            Side(old, workload, folder) as before,
-            Side(new, workload, folder) as after,
+            begin(old, workload, folder) as before,
+            begin(new, workload, folder) as after,
         ):
             for number in range(TURNS_OF_A_PAIR):
                 for which, side in (
@@ -131,7 +99,7 @@ def main() -> None:
     parser.add_argument("--most-turns", type=int, default=200)
     asked = parser.parse_args()
     if asked.old is not None:
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # the processes inherit it
+        pin()
         found: dict[str, Any] = {
             "conditions": find_checkouts_conditions(asked.old, asked.new),
             "workloads": {},

@@ -10,13 +10,10 @@ answers each line of its input with the CPU seconds of a turn, as one line of JS
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import process_time
 from typing import Any
 
 import numpy as np
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import surefoot
+from benchmarks.live import answering, root_of
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Loss
@@ -33,7 +31,6 @@ from surefoot.train.run import Run
 
 STEPS = {"mlp": 200, "loader": 200, "convnet": 8, "gpt": 8}  # of one turn
 BATCH = {"mlp": 32, "convnet": 64, "gpt": 8, "wide": 32}
-WARMUP_TURNS = 2
 SAVES, READS = 2, 500
 
 
@@ -160,21 +157,13 @@ def workload(name: str, folder: Path) -> Iterator[Callable[[], object]]:
 
 
 def main() -> None:
-    told = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what a run prints is no answer
     torch.set_num_threads(1)
     with (
+        answering() as answer,
         tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder,
         workload(sys.argv[1], Path(folder) / "run") as turn,
     ):
-        for _ in range(WARMUP_TURNS):
-            turn()
-        told.write(json.dumps({"surefoot": str(Path(surefoot.__file__).parents[1])}) + "\n")
-        for _ in sys.stdin:
-            begun_s = process_time()
-            turn()
-            told.write(json.dumps({"cpu_s": process_time() - begun_s}) + "\n")
-        os._exit(0)  # the run has no end of its own
+        answer(turn, {"surefoot": root_of(surefoot)})
 
 
 if __name__ == "__main__":

@@ -53,8 +53,10 @@ TASKS = {  # steps, how often it is evaluated and saved, the data set that it wa
 }
 
 
-class Silent:
-    """What stands in for the clock where nothing is timed."""
+class Silent(PhaseClock):  # type: ignore[misc]
+    """What the clock becomes where nothing is timed."""
+
+    __slots__ = ()
 
     def start(self, phase: int) -> None: ...
 
@@ -118,33 +120,35 @@ def steps(work: str) -> dict[str, float]:
     )
     added_s, without_s = [], []
     with Run(spec, folder=work, quiet=True) as run:
-        timing, silent, reports = run._clock, Silent(), run.steps()
+        reports = run.steps()
         for _ in islice(reports, WARMUP):
             pass
         for number in range(BLOCKS):
             order = (True, False) if number % 2 else (False, True)
             cost = {
-                is_timed: block(run, timing if is_timed else silent, reports) for is_timed in order
+                is_timed: block(run, PhaseClock if is_timed else Silent, reports)
+                for is_timed in order
             }
             added_s.append(cost[True] - cost[False])
             without_s.append(cost[False])
-        use(run, timing)
+        use(run, PhaseClock)
     return {
         "added_cpu_s_per_step": float(np.median(added_s)),
         "without_cpu_s_per_step": float(np.median(without_s)),
     }
 
 
-def use(run: Run, clock: Any) -> None:
-    """Time the run with `clock`, and hear collections only where it does."""
-    run._clock = run._telling._clock = run.assembly.engine.stepper.clock = clock
+def use(run: Run, kind: type[PhaseClock]) -> None:
+    """Make the clock of the run one of `kind`, and hear collections only where it does."""
+    clock = run.assembly.engine.steps.clock
+    clock.__class__ = kind
     gc.callbacks.clear()
     clock.listen_to_collections()
     clock.begin_steps()
 
 
-def block(run: Run, clock: Any, reports: Iterator[Any]) -> float:
-    use(run, clock)
+def block(run: Run, kind: type[PhaseClock], reports: Iterator[Any]) -> float:
+    use(run, kind)
     began_s = time.process_time()
     for _ in islice(reports, BLOCK):
         pass
@@ -172,7 +176,8 @@ def wall(task: str, work: str, *, is_busy: bool) -> dict[str, float]:
     with Run(spec, folder=work, quiet=True) as run:
         whole = run.assembly.evaluation
         # all of it takes minutes
-        run.assembly = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))
+        few = replace(run.assembly, evaluation=lambda split: _Few(whole(split), EVALUATED))
+        run.session.assembly = few
         for report in run.steps():
             if is_busy and report.step % every == 0:
                 run.evaluate()

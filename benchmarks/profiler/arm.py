@@ -36,9 +36,10 @@ def main() -> None:
     )
     with Run(spec, folder=work / "run", quiet=True) as run:
         if arm == WAITING:
-            run.profiling.begin(Window(wait=WARMUP + STEPS, warmup=0, active=1), (), run.step)
+            later = Window(wait=WARMUP + STEPS, warmup=0, active=1)
+            run.session.profiling.begin(later, (), run.step)
         elif arm != OFF:
-            run.profiling.begin(
+            run.session.profiling.begin(
                 Window(wait=0, warmup=WARMUP, active=STEPS + 1), LEVELS[arm], run.step
             )
         steps, clock = run.steps(), Clock()

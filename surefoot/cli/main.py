@@ -195,7 +195,9 @@ def _open_closed_streams() -> None:
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as the process lives
+            # for as long as the process lives
+            stream = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, stream)
 
 
 def _allow_any_text() -> None:
@@ -252,7 +254,8 @@ def _tell_no_memory(error: Exception, message: str = "") -> int:
         _print_error(
             OutOfMemory(message, hint=f"{most}: raise that limit, or use a smaller model or batch")
         )
-    except Exception:  # noqa: BLE001 - even this message needs memory, and an import without it raises any error
+    # even this message needs memory, and an import without it raises any error
+    except Exception:  # noqa: BLE001
         os.write(2, f"error: {message}\n".encode(errors="replace"))
     return OutOfMemory.exit_code
 

@@ -337,6 +337,14 @@ def _is_of_attempt(line: str, row: Mapping[str, Any]) -> bool:
     return before.get("v", 0) <= VERSION and before.get("generation") == row.get("generation")
 
 
+def parse_line(line: str) -> Event | None:
+    """Return the event in a line; None if it is damaged, or of a kind or format not known."""
+    row = _row(line)
+    if row is None or row["kind"] not in KINDS or row.get("v", 0) > VERSION:
+        return None
+    return _parse(row, FILE, [])
+
+
 def _open(folder: Path) -> TextIO:
     try:
         return io.TextIOWrapper(files.open_file(folder, FILE), encoding="utf-8", errors="replace")

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from surefoot.core.errors import TaskError
 from surefoot.core.place import child_environment
@@ -80,8 +80,9 @@ class Interpreters:
             "kill": kill and asdict(kill),
         }
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps({"said": str(said), "attempt": words}) + "\n")  # type: ignore[union-attr]
-            process.stdin.flush()  # type: ignore[union-attr]
+            stdin: Any = process.stdin
+            stdin.write(json.dumps({"said": str(said), "attempt": words}) + "\n")
+            stdin.flush()
         self._running = self._read(process, self._folder / f"interpreter-{number}.said")
         status = self._read(process, said)
         self._running = None

@@ -141,7 +141,8 @@ def _contents(path: Path) -> Mapping[str, Any] | None:
         try:
             with safe_open(path, framework="pt") as file:
                 texts = {f"metadata/{key}": text for key, text in (file.metadata() or {}).items()}
-                return {**texts, **{name: file.get_tensor(name) for name in file.keys()}}  # noqa: SIM118 - no mapping
+                names = file.keys()  # the file is no mapping
+                return {**texts, **{name: file.get_tensor(name) for name in names}}
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
     if path.suffix in FOREIGN:

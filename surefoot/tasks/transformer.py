@@ -166,7 +166,8 @@ def nats(output: Tensor | HiddenAndHead, targets_BT: Tensor) -> tuple[Tensor, Te
             output.hidden_BTD, output.weight_VD, targets_BT, ignore_index=IGNORED
         )
     logits_BTV = output
-    total: Tensor = _Nats.apply(logits_BTV.flatten(0, 1), targets_BT.flatten())  # type: ignore[no-untyped-call]
+    apply: Any = _Nats.apply
+    total: Tensor = apply(logits_BTV.flatten(0, 1), targets_BT.flatten())
     return total, (targets_BT != IGNORED).sum()
 
 

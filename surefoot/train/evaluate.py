@@ -40,10 +40,9 @@ from surefoot.runtime.attributes.rewritten import watch_weights
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.environment import set_seeds
 from surefoot.train.failure.blame import describe
-from surefoot.train.quiet import preserve_state
+from surefoot.train.quiet import CarriedState, preserve_state
 from surefoot.train.record import batch_results
 from surefoot.train.record.batch_results import BatchResult, Merged
-from surefoot.train.record.carried import CarriedState
 from surefoot.train.step import check_count
 
 NUM_TRIED = 8

@@ -31,6 +31,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import ResolvedTask, Source, resolve
 from surefoot.core.errors import InputError, SpecError, StorageError, hint_unwritten
 from surefoot.train.assemble import build_model, load_task, set_storage
+from surefoot.train.assemble.reading import read_split
 from surefoot.train.evaluate import (
     Evaluation,
     batches,
@@ -39,11 +40,10 @@ from surefoot.train.evaluate import (
     evaluate,
     evaluation_key,
 )
-from surefoot.train.folder import SPEC_FILE
 from surefoot.train.quiet import preserve_state
 from surefoot.train.record.noticed.moved_outside import load_outside
 from surefoot.train.record.outputs import Outputs
-from surefoot.train.step.reading import read_split
+from surefoot.train.session.folder import SPEC_FILE
 
 ENDINGS = (".safetensors", ".npz")
 # two sizes, so that the batch dimension is dynamic; a size of 1 would become a constant

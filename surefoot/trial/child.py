@@ -22,7 +22,7 @@ from surefoot.contract.state import StepReport
 from surefoot.core.errors import OutOfMemory
 from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.run import Run
-from surefoot.train.step.stepper import EAGER_STEPS
+from surefoot.train.step.program import EAGER_STEPS
 from surefoot.trial.arm import mark_refused_specs
 from surefoot.trial.report import Clock, capture, peak_bytes, resident_bytes, write_report
 from surefoot.trial.turns import Turns

@@ -74,7 +74,9 @@ def run_arm(arm: Arm, work: Path, *, number: int = 0, is_warmup: bool = False) -
     with _rank_variables(arm) as variables:
         try:
             for rank in range(arm.ranks):
-                ranks.append(start_rank(arm, work / f"rank{rank}", variables[rank], started_s))  # noqa: PERF401 - ended even if one fails
+                folder = work / f"rank{rank}"
+                # one by one, so that those that have started end even if one fails
+                ranks.append(start_rank(arm, folder, variables[rank], started_s))
             results = _wait(ranks, started_s + arm.timeout_s)
         finally:
             for each in ranks:

@@ -340,7 +340,7 @@ def test_a_run_looks_for_a_request_at_most_once_a_second(
 def test_a_window_that_a_run_opens_itself_tells_its_own_errors(task: str, tmp_path: Path) -> None:
     with small_run(tmp_path, "full") as run:
         (tmp_path / "full" / "profile").write_text("a file where the folder would be")
-        run.profiling.begin(Window(wait=0, warmup=0, active=1), (), run.step)
+        run.session.profiling.begin(Window(wait=0, warmup=0, active=1), (), run.step)
         with pytest.raises(Exception, match="cannot be written"):
             for _ in run.steps():
                 pass

@@ -12,10 +12,9 @@ import torch
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed, SampleWindow
 from surefoot.components.data.loader.ahead import Ahead
-from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.batches import LoaderSettings, StepBatches
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderSettings
 from surefoot.components.data.sources.arrays import Arrays
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.bad import read_sound
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.order import Keys
 from surefoot.components.data.tars.source import Tars
 from surefoot.components.metrics import Mean, accuracy
@@ -190,11 +190,11 @@ def test_a_run_that_goes_on_knows_what_it_left_out(tmp_path: Path) -> None:
             if report.step == 15:
                 raise KeyboardInterrupt
     with Run(spec(**often), mine, folder=cut, quiet=True) as run:
-        before = dict(run.assembly.engine.stepper.loader.bad.found)
+        before = dict(run.assembly.engine.steps.reader.loader.bad.found)
         drive(run)
         assert run.state_digests() == digests
         assert run.num_samples == NUM_SAMPLES - len(BAD)
-        assert sorted(run.assembly.engine.stepper.loader.bad.found) == list(BAD)
+        assert sorted(run.assembly.engine.steps.reader.loader.bad.found) == list(BAD)
     assert 0 < len(before) < len(BAD)
 
 

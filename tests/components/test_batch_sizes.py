@@ -154,4 +154,4 @@ def test_attach_counts_what_a_loader_drew(name: str, tmp_path: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
             loop.step_done(loss)
-    assert loop._record.num_samples == 20
+    assert loop.session.progress.num_samples == 20

@@ -148,7 +148,7 @@ def test_a_list_that_changes_between_two_attempts_of_a_loop_is_reported(
             run.step_done(model(inputs).sum())
             break  # the last row is not read
         run.save()
-        run._record.end("stopped")
+        run.session.end("stopped")
         printed = " ".join(capsys.readouterr().err.split())
         assert ("the content of the data" in printed) == (last == 5.0)
     faults = faults_of(tmp_path)

@@ -26,14 +26,14 @@ from torch import Tensor
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Source
 from surefoot.core.errors import BadRecordError, DataError, SpecError
-from surefoot.train.step.reading import make_settings
+from surefoot.train.assemble.reading import make_settings
 from tests.components.loading import Locked, Numbers, Odds, Once, Troubled, Unsafe, shifted
 from tests.prove.forked import programs_are_forked
 
@@ -334,7 +334,7 @@ def test_workers_die_with_the_process_that_began_them(tmp_path: Path) -> None:
         "import sys, multiprocessing, time\n"
         "from tests.components.test_loader import loader\n"
         "from tests.components.loading import Numbers\n"
-        "from surefoot.components.data.loader.settings import LoaderSettings\n"
+        "from surefoot.components.data.loader.batches import LoaderSettings\n"
         "reading = loader(Numbers(0.2), LoaderSettings(workers=3, kind='process')); "
         "reading.take(1)\n"
         "print(*(each.pid for each in multiprocessing.active_children()), flush=True); "

@@ -26,10 +26,9 @@ import torch
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
-from surefoot.components.data.loader.batches import bytes_of
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings, bytes_of
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.order import Keys
 from surefoot.contract.task import Source, import_file
 from surefoot.core.errors import BadRecordError, DataError

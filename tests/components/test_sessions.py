@@ -22,7 +22,7 @@ from tests.components.loading import Numbers
 SESSION = """
 import sys
 from surefoot.data import as_source
-from surefoot.components.data.loader.settings import LoaderSettings
+from surefoot.components.data.loader.batches import LoaderSettings
 from surefoot.core.errors import DataError
 from tests.components.test_loader_attacks import loader
 

@@ -14,9 +14,9 @@ import pytest
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from tests.components.loading import Numbers, shifted
 from tests.components.test_loader import expected, longest_step, nothing_stays  # noqa: F401 - fixtures
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from surefoot.components.data.loader import crew
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings
 from surefoot.components.data.loader.pilot import WorkerTuner
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from tests.components.loading import Counting, Numbers, Unsafe
 from tests.components.test_loader import STEPS, expected, loader, nothing_stays, rows, same
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from surefoot.components.parallel.wrapped import check_unwrapped
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import TaskError
 from surefoot.tasks.digits import Digits
+from surefoot.train.assemble.model import check_unwrapped
 from surefoot.train.run import Run
 
 

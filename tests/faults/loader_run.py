@@ -100,10 +100,10 @@ def attempt(folder: Path, run_folder: Path, loader: dict[str, Any]) -> dict[str,
     """
     seen = (folder / run_folder.name).with_suffix(".jsonl").open("a")
     with Run(spec(loader), Photos(str(folder)), folder=run_folder, quiet=True) as run:
-        stepper, found = run.assembly.engine.stepper, list[str]()
-        stepper.saw = lambda batch: found.append(digest(batch))
+        steps, found = run.assembly.engine.steps, list[str]()
+        steps.observers.batch_read.append(lambda batch: found.append(digest(batch)))
         for report in run.steps():
-            seen.write(json.dumps([report.step, found, stepper.consumed.tolist()]) + "\n")
+            seen.write(json.dumps([report.step, found, steps.reader.consumed.tolist()]) + "\n")
             seen.flush()
             found.clear()
         states = dict(run.state_digests())

@@ -18,7 +18,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.statistics import FIRST_LOOK
 from surefoot.prove.ladder.workbench import WARMUP_STEPS, Workbench
 from surefoot.prove.whatif.compiled import EAGER, find_specs, measure_ways
-from surefoot.train.step.stepper import EAGER_STEPS
+from surefoot.train.step.program import EAGER_STEPS
 from surefoot.trial import Outcome, Trial
 from tests.cli.conftest import Command, surefoot
 from tests.train.small import write_task

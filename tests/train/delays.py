@@ -158,7 +158,7 @@ def drive_planted(where: str, plant: Plant, folder: Path, *, aside: bool) -> dic
     """
     observed = spec(NUM_STEPS + 1, observe={"every": "1 step"}, evaluate={"batch": 24})
     with Run(observed, Planted(where, plant), folder=folder, quiet=True) as run:
-        plant.step, plant.clock = 1, run._clock if aside else None
+        plant.step, plant.clock = 1, run.assembly.engine.steps.clock if aside else None
         for report in run.steps():
             if where in ("evaluation", "checkpoint"):
                 run.evaluate() if where == "evaluation" else run.save()

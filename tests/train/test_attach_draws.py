@@ -112,7 +112,7 @@ def train(
             run.step_done(loss)
             read[run.step] = batch.tolist()
             if run.step in leave_at:
-                run._record._release_lock()
+                run.session.telling.close()
                 return read, None
     run.close()
     return read, model.state_dict()
@@ -167,5 +167,5 @@ def test_nothing_is_kept_where_the_order_follows_from_the_start_of_the_epoch(
     for batch in run.batches():
         torch.rand(3)
         run.step_done(model(batch).mean())
-    assert run._record._keeper._stream_states.as_state()["streams"] == {}
+    assert run.session.keeper._stream_states.as_state()["streams"] == {}
     run.close()

@@ -138,7 +138,7 @@ def test_a_commit_between_two_passes_goes_on_with_the_next_pass(tmp_path: Path) 
                 run.step_done(loss)
             run.save()
             if number == leave_after:
-                run._record._release_lock()
+                run.session.telling.close()
                 raise Left
         run.close()
         return model[0].weight.detach().clone()
@@ -280,7 +280,7 @@ def stopped_and_whole(
             if stop is None:
                 run.close()
             else:
-                run._record._release_lock()
+                run.session.telling.close()
         seen.append(batches)
     return seen
 

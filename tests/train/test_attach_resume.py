@@ -120,7 +120,7 @@ def train(
                 each.step()
             run.step_done(loss)
             if run.step == leave_at:
-                run._record._release_lock()  # as a kill would: nothing more is written
+                run.session.telling.close()  # as a kill would: nothing more is written
                 raise Left
         schedule.step()
     run.close()
@@ -174,7 +174,7 @@ def test_passes_that_were_left_by_break_lie_behind_as_whole_ones_do(
                 optimizer.step()
                 run.step_done(loss)
                 if run.step == leave_at:
-                    run._record._release_lock()
+                    run.session.telling.close()
                     raise Left
                 if run.step % 3 == 0:
                     break
@@ -210,7 +210,7 @@ def test_a_loop_that_gives_less_than_was_saved_or_another_kind_is_refused(
     next(run.batches())
     run.step_done(0.0)
     run.save()
-    run._record._release_lock()
+    run.session.telling.close()
     with pytest.raises(RunFolderError, match=told):
         begin(kind, state=state)
     again = begin(torch.optim.AdamW, state=True)
@@ -295,7 +295,7 @@ def test_a_model_with_an_expanded_and_a_conjugated_buffer_goes_on(tmp_path: Path
             assert run.step == number
             run.step_done(0.0)
             run.save()
-            run._record._release_lock()
+            run.session.telling.close()
         assert model.turned.tolist() == [1 - 2j]
 
 
@@ -315,7 +315,7 @@ def test_data_that_are_made_at_random_without_a_seed_are_named_as_the_cause_of_a
             run.step_done(model(batch).square().mean())
             if run.step == 3:
                 break
-        run._record._lock.release()
+        run.session.lock.release()
     printed = " ".join(capsys.readouterr().err.split())
     assert "call torch.manual_seed(0) before the data are created" in printed
 

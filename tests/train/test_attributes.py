@@ -149,7 +149,7 @@ def test_a_checkpoint_of_a_model_without_such_state_has_no_part_for_it(
 ) -> None:
     run = train(tmp_path / "run", spec(STEPS, **HOW), task)
     assert run is not None
-    assert run.assembly.engine.stepper._buffers._attribute_slots == []
+    assert run.assembly.engine.steps.buffers._attribute_slots == []
     tree = json.loads((manifest.step_folder(tmp_path / "run", STEPS) / "state.json").read_text())
     assert "attributes" not in tree
 
@@ -267,7 +267,7 @@ def attached(folder: Path, kind: str, *, leave_at: int | None = None) -> list[An
             run.step_done(loss)
             found.append((run.step, float(loss.detach())))
             if run.step == leave_at:
-                run._record._release_lock()
+                run.session.telling.close()
                 return found
     run.close()
     return [*found, *(each.tolist() for each in model.state_dict().values())]

@@ -150,7 +150,7 @@ def follow(make: type[Seeing], folder: Path, *, leave_at: int | None = None) -> 
         optimizer.step()
         run.step_done(loss)
         if run.step == leave_at:
-            run._record.end("stopped")
+            run.session.end("stopped")
             break
     else:
         run.close()

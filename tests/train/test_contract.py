@@ -26,7 +26,7 @@ from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.contract.task import resolve
 from surefoot.core.errors import SurefootError, TaskError
-from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step import LiveUpdate, make_parts
 
 Batch = dict[str, Tensor]
 LONGEST = 20
@@ -108,7 +108,7 @@ def gradient_of_step(task: Sequences, cuts: tuple[int, ...]) -> list[Tensor]:
         return task.loss(task.forward(model, batch), batch)
 
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    step = Stepper(
+    parts = make_parts(
         model=model,
         task=resolve(task),
         feed=feed,
@@ -116,7 +116,7 @@ def gradient_of_step(task: Sequences, cuts: tuple[int, ...]) -> list[Tensor]:
         seed=0,
         device=torch.device("cpu"),
     )
-    step(1)
+    parts.step_function()(1)
     return [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
 
 

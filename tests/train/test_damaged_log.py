@@ -75,7 +75,7 @@ def test_an_attached_loop_names_a_damaged_line_as_a_run_does(
             for batch in loop.batches():
                 loop.step_done(model(batch).mean())
         loop.save()
-        loop._record._release_lock()  # as a kill leaves it
+        loop.session.telling.close()  # as a kill leaves it
         if passes == 1:
             lines = (tmp_path / "events.jsonl").read_bytes().splitlines(keepends=True)
             SPOILED[what](lines)

@@ -241,11 +241,16 @@ def test_a_first_step_that_broke_off_leaves_nothing_that_looks_on() -> None:
 
     task = Breaks()
     assembly = assemble(spec(4), task)
-    stepper, task.is_full = assembly.engine.stepper, True
+    steps, task.is_full = assembly.engine.steps, True
+    hooked = []
+    steps.observers.batch_read.append(
+        lambda batch: hooked.extend(
+            bool(each._backward_hooks) for each in assembly.model.parameters()
+        )
+    )
     with pytest.raises(torch.OutOfMemoryError):
-        stepper(1)
-    assert any(parameter._backward_hooks for parameter in assembly.model.parameters())
-    stepper.undo_failed_step()
+        steps.step_function()(1)
+    assert any(hooked)
     assert not any(parameter._backward_hooks for parameter in assembly.model.parameters())
 
 

@@ -20,7 +20,7 @@ from surefoot.contract.events import Committed, Fault
 from surefoot.contract.run_folder import retention
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, StorageError
-from surefoot.train.resume.full_disk import Patience
+from surefoot.train.resume.disk_trouble import Patience
 from surefoot.train.run import Run, drive
 from tests.train.small import Small, call, end_of, fill, mounted, records, write_task
 

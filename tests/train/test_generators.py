@@ -99,7 +99,7 @@ def loop(folder: Path, generator: Any, where: str, until: int = 99) -> list[floa
             run.step_done(loss)
             losses.append(float(loss.detach()))
             if run.step == until:
-                run._record._lock.release()
+                run.session.lock.release()
                 return losses
     run.close()
     return losses

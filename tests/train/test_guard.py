@@ -110,7 +110,7 @@ def test_a_run_with_a_skipped_step_equals_one_that_never_had_that_batch(
             continue
         for group in optimizer.param_groups:
             group["lr"] = 0.05 * run.assembly.schedule(applied)
-        batch = run.assembly.engine.stepper.loader.read(number + 1).batches[0]
+        batch = run.assembly.engine.steps.reader.loader.read(number + 1).batches[0]
         optimizer.zero_grad()
         F.cross_entropy(model(batch[0]), batch[1]).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

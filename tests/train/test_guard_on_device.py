@@ -26,7 +26,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import StepReport
 from surefoot.contract.task import resolve
 from surefoot.core.errors import SpecError
-from surefoot.train.step import LiveUpdate, Stepper
+from surefoot.train.step import LiveUpdate, make_parts
 from tests.train.small import BATCH, OPTIMIZERS, SAMPLES, Odd, Small
 
 
@@ -116,16 +116,17 @@ def stepped(
     update = LiveUpdate(
         "loss", lambda model, batch: task.loss(task.forward(model, batch), batch), guarded
     )
-    stepper = Stepper(
+    parts = make_parts(
         model=model,
         task=resolved,
         feed=feed,
         updates=[update],
         seed=0,
         device=torch.device("cpu"),
-        average=average,
     )
-    reports = [stepper(number) for number in range(1, steps + 1)]
+    parts.observers.published.append(lambda done: average.update(done.was_applied))
+    step = parts.step_function()
+    reports = [step(number) for number in range(1, steps + 1)]
     return (
         {name: tensor.detach().clone() for name, tensor in model.state_dict().items()},
         reports,

@@ -151,7 +151,7 @@ def loop(make: Callable[[], Made], folder: Path, *, leave_at: int | None = None)
             run.step_done(loss)
             if run.step == leave_at:
                 run._left.detach()
-                run._record._lock.release()
+                run.session.lock.release()
                 return 0.0
     run.close()
     return loss.item()

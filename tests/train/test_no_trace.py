@@ -82,7 +82,7 @@ ACTIONS: dict[str, Callable[[Run], Any]] = {
     "digests of the state": lambda run: run.state_digests(),
     "the checks before a run": lambda run: check(run.assembly),
     "the prediction of memory": lambda run: make_step_function(
-        run.assembly, run._telling, run.folder
+        run.assembly, run.session.telling, run.folder
     ),
 }
 

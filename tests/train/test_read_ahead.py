@@ -92,7 +92,7 @@ def train(
             run.step_done(loss)
             given[run.step], sums = sums, []
             if run.step == leave_at:
-                run._record._release_lock()
+                run.session.telling.close()
                 raise Left
         if sums:
             optimizer.step()
@@ -100,7 +100,7 @@ def train(
             run.step_done(loss)
             given[run.step] = sums
             if run.step == leave_at:
-                run._record._release_lock()
+                run.session.telling.close()
                 raise Left
     run.close()
     return model[0].weight.detach().clone(), given
@@ -292,7 +292,7 @@ def test_a_loop_that_does_not_read_ahead_raises_no_alarm(
         if stop is None:
             run.close()
         else:
-            run._record._release_lock()
+            run.session.telling.close()
     assert "(ahead=" not in capfd.readouterr().err
     assert loop_ledger.check(tmp_path / "a").faults == ()
     assert ledger_of(tmp_path / "a") == 0

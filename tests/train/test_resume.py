@@ -327,7 +327,7 @@ def test_a_length_in_time_is_that_of_all_attempts(tmp_path: Path) -> None:
     how = spec(train={"length": "1000 s"}, schedule={"name": "constant"})
     with contextlib.suppress(Left), Run(how, Small(), folder=tmp_path / "a", quiet=True) as run:
         for _ in run.steps():
-            run.training_s += 1000.0  # as if it had taken so long
+            run.session.progress.training_s += 1000.0  # as if it had taken so long
             run.save()
             raise Left
     with Run(how, Small(), folder=tmp_path / "a", quiet=True) as again:

@@ -261,7 +261,7 @@ def be_killed(folder: Path) -> int:
             if report.step == 6:
                 run.save()
             if report.step == 9:
-                journal = run._telling.journal
+                journal = run.session.telling.journal
                 assert isinstance(journal, Journal)
                 os.write(journal._descriptor, b'{"v": 1, "kind": "step", "generation": 1, "time')
                 os.kill(os.getpid(), signal.SIGKILL)

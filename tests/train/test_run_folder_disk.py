@@ -73,7 +73,7 @@ def test_a_disk_that_fills_up_while_the_folder_is_opened_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that the disk itself refuses
-    monkeypatch.setattr("surefoot.train.folder.MIN_FREE_BYTES", 0)
+    monkeypatch.setattr("surefoot.train.session.folder.MIN_FREE_BYTES", 0)
     with mounted(tmp_path / "disk", "size=64k") as disk:
         for leaving in (0, 4 << 10, 8 << 10):  # a page each for the lock, the spec and the log
             ballast = fill(disk, leaving=leaving)

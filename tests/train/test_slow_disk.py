@@ -25,7 +25,7 @@ from surefoot.contract.task import Loss
 from surefoot.control.diagnose import find_goodput, find_phases
 from surefoot.control.diagnose.attempts import PARTS
 from surefoot.core.units import format_throughput
-from surefoot.train.resume.slow_save import SaveRhythm
+from surefoot.train.resume.disk_trouble import SaveRhythm
 from surefoot.train.run import Run, drive
 from tests.control.test_attempts import ended, started, steps
 from tests.train.small import Small, call, records, spec
@@ -175,7 +175,7 @@ def test_an_attached_loop_that_goes_on_counts_the_time_of_the_attempts_before(
                 time.sleep(0.01)
                 run.step_done(model(batch).square().mean())
         run.save()
-        run._record.end("stopped")
+        run.session.end("stopped")
     end = records(tmp_path / "a")[-1]
     assert isinstance(end, Ended)
     assert end.num_samples == 40

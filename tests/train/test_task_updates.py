@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from surefoot import Loss, Run, Update
 from surefoot.components.metrics import Mean, accuracy
+from surefoot.core.errors import InputError
 from tests.train.test_contract_parts import Batch, Plain, refused, spec_of, train
 
 # ---- updates
@@ -209,6 +210,21 @@ def test_a_step_without_an_update_has_no_loss_and_is_no_reference_for_divergence
         losses = [report.loss for report in run.steps()]
     assert [loss is None for loss in losses[:6]] == [True, True, False, True, True, False]
     assert run.outcome == "finished"
+
+
+def test_the_gradient_noise_is_that_of_the_steps_with_an_update(tmp_path: Path) -> None:
+    noisy = spec_of("30 steps").replace(observe={"noise": True}, train={"microbatch": 2})
+    with Run(noisy, EveryThird(), folder=tmp_path / "run", quiet=True) as run:
+        assert len(list(run.steps())) == 30
+    assert run.summary["noise"]["num_steps"] == 10
+
+
+def test_a_run_that_was_not_opened_has_no_outcome(tmp_path: Path) -> None:
+    run = Run(spec_of("3 steps"), EveryThird(), folder=tmp_path / "run", quiet=True)
+    assert (run.outcome, run.cause, run.exit_code, run.summary) == ("", "", 0, {})
+    assert (run.step, run.num_samples, run.training_s) == (0, 0, 0.0)
+    with pytest.raises(InputError, match="not open"):
+        _ = run.model
 
 
 class Quadratic(Plain):

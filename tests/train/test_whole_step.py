@@ -17,7 +17,7 @@ from surefoot.contract.events import Compiled, Dtypes
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError, SurefootError
 from surefoot.train.run import Run
-from surefoot.train.step import whole
+from surefoot.train.step.joined import whole
 from tests.train.small import OPTIMIZERS, Small, assert_same, faults_of, records, spec, state_of
 
 

@@ -16,7 +16,7 @@ from surefoot.components.precision.scaler import LossScaler
 from surefoot.contract.state import master_of
 from surefoot.contract.task import Loss
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.train.step import whole
+from surefoot.train.step.joined import whole
 from tests.train.test_whole_step import _anew, recompile_limit  # noqa: F401 - fixtures
 
 

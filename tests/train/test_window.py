@@ -62,7 +62,7 @@ def test_a_run_stays_in_a_few_shards_at_a_time_and_goes_on_in_the_same_order(
     read: dict[int, list[int]] = {}
     with Run(stated, task, folder=tmp_path / "whole", quiet=True) as run:
         for report in run.steps():
-            read[report.step] = run.assembly.engine.stepper.consumed.tolist()
+            read[report.step] = run.assembly.engine.steps.reader.consumed.tolist()
         run.evaluate()
         digests = run.state_digests()
     per_epoch = run.assembly.feed.steps_per_epoch or 0

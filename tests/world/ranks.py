@@ -33,7 +33,7 @@ for _name in (
     "numpy.ma",
     "surefoot.runtime.comm.nccl",
     "surefoot.runtime.comm.watched",
-    "surefoot.train.step.sharding",
+    "surefoot.train.assemble.sharding",
 ):
     importlib.import_module(_name)
 

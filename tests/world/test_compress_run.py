@@ -158,7 +158,7 @@ def test_of_another_number_of_ranks_the_sum_of_what_was_not_sent_stays_and_it_is
 ) -> None:
     def job(rank: int, folder: Path) -> Any:
         with Run(given("powersgd"), Wide(), folder=folder, quiet=True) as run:
-            ranks = run.assembly.engine.stepper.ranks
+            ranks = run.assembly.engine.steps.collectives.ranks
             if ranks is None:
                 return [list(run.assembly.told)]
             names = {
@@ -198,7 +198,7 @@ def test_a_save_that_one_rank_is_asked_for_is_made_by_all(tmp_path: Path) -> Non
         with Run(given_, Wide(), folder=tmp_path / "run", quiet=True) as run:
             for report in run.steps():
                 if report.step == 4 and rank == 1:
-                    run._keeper.ask()
+                    run.session.keeper.ask()
         return run.step
 
     assert run_ranks(2, job, tmp_path / "ranks") == [9, 9]

@@ -93,10 +93,10 @@ def followed(folder: Path, task: Spoiled, layout: dict[str, Any]) -> dict[str, A
     try:
         with Run(given, task, folder=folder, quiet=True) as run:
             task.run = run
-            task.spoil_state(run.assembly.engine.stepper._updates[0].guarded.states())
+            task.spoil_state(run.assembly.engine.steps.updates[0].guarded.states())
             for report in run.steps():
                 decided.append([report.applied, repr(report.loss), repr(report.gradient_norm)])
-                task.spoil_state(run.assembly.engine.stepper._updates[0].guarded.states())
+                task.spoil_state(run.assembly.engine.steps.updates[0].guarded.states())
             held = b"".join(each.detach().numpy().tobytes() for each in run.model.buffers())
             if layout.get("zero_stage", 1) == 1:
                 held += b"".join(each.detach().numpy().tobytes() for each in run.model.parameters())

@@ -73,7 +73,10 @@ def test_weights_gathered_in_bf16_are_summed_and_moved_in_fp32(stage: int, tmp_p
         )
         with Run(given, Narrow(), folder=tmp_path / f"{weights}-{len(layout)}", quiet=True) as run:
             losses = [report.loss for report in run.steps()]
-            ranks, record = run.assembly.engine.stepper.ranks, run.assembly.engine.stepper.record
+            ranks, record = (
+                run.assembly.engine.steps.collectives.ranks,
+                run.assembly.engine.steps.record.found,
+            )
             sent = (
                 0
                 if ranks is None or ranks.sharded is None

@@ -16,11 +16,11 @@ import torch
 
 from surefoot.components.data import consumed
 from surefoot.contract import manifest
-from surefoot.train.folder import Chosen
 from surefoot.train.resume import together
 from surefoot.train.resume.start import Start
 from surefoot.train.resume.state import LiveState
 from surefoot.train.run import Run
+from surefoot.train.session.folder import Chosen
 from tests.world.ranks import run_ranks
 from tests.world.test_run import Sentences, spec, train
 from tests.world.test_shard import AVERAGED, Stacked

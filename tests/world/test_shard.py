@@ -262,7 +262,7 @@ def test_a_step_sends_what_its_stage_says_however_many_microbatches_stage_1_has(
         with Run(given, Stacked(), folder=tmp_path / f"run{microbatch}", quiet=True) as run:
             steps = run.steps()
             next(steps)
-            ranks = run.assembly.engine.stepper.ranks
+            ranks = run.assembly.engine.steps.collectives.ranks
             assert ranks is not None
             assert ranks.sharded is not None
             traffic = ranks.sharded.group.traffic

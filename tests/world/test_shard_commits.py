@@ -187,7 +187,7 @@ def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by
             checkpoint={"every": "1 step"},
         )
         with Run(given, Stacked(), folder=tmp_path / "run", quiet=True) as run:
-            sync = run._telling.journal.sync
+            sync = run.session.telling.journal.sync
 
             def fails() -> None:
                 if run.step == 3:
@@ -195,7 +195,7 @@ def test_a_save_that_the_disk_refuses_to_one_rank_before_its_part_is_given_up_by
                 sync()
 
             if rank == refused:
-                run._telling.journal.sync = fails  # type: ignore[method-assign]
+                run.session.telling.journal.sync = fails  # type: ignore[method-assign]
             return len(list(run.steps()))
 
     assert run_ranks(2, job, tmp_path / "ranks") == [5, 5]

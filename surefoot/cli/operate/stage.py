@@ -59,7 +59,9 @@ def stage(
         "after": (dest, made.dest, made.after),
     }
     if json:
-        speeds = {name: _row(folder, *side) for name, (folder, *side) in sides.items()}  # type: ignore[arg-type]
+        speeds = {
+            name: _row(folder, device, speed) for name, (folder, device, speed) in sides.items()
+        }
         told = {
             "folder": str(dest),
             "index": str(made.index.place),

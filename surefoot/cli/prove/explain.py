@@ -46,7 +46,10 @@ def explain(
     origin = options.read_spec("explain", spec, options.overrides(set_, seed=seed, data=data))
     with Rehearsal(origin.spec, steps=1) as rehearsal:
         rehearsal.take("step")
-        policy, record = rehearsal.assembly.engine.policy, rehearsal.assembly.engine.stepper.record
+        policy, record = (
+            rehearsal.assembly.engine.policy,
+            rehearsal.assembly.engine.steps.record.found,
+        )
         notes = rehearsal.assembly.notes
         seen = find_overflow(rehearsal.assembly, 1)
     assert record is not None

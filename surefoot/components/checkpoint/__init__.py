@@ -30,7 +30,6 @@ from surefoot.components.checkpoint.own import (
     read_state_dict,
     save,
 )
-from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.checkpoint.restore import RestoreResult, load, load_into, restore
 from surefoot.components.checkpoint.save import (
     Content,
@@ -51,7 +50,13 @@ from surefoot.components.checkpoint.tensor_files import (
 from surefoot.components.checkpoint.tree import as_run_folder_errors, join, name_kind, split
 from surefoot.contract.commits import find_step, sync_folder
 from surefoot.contract.run_folder.retention import make_room, retain
-from surefoot.runtime.attributes.generators import generator_state, is_generator, restore_generator
+from surefoot.runtime.attributes.generators import (
+    generator_state,
+    is_generator,
+    random_states,
+    restore_generator,
+    restore_random,
+)
 
 __all__ = [
     "MODEL",

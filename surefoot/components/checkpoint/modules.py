@@ -319,7 +319,8 @@ def find_layouts(modules: Iterable[nn.Module]) -> Layouts:
     found: Layouts = []
     for each in parameters:
         mesh: Any = each.device_mesh  # type: ignore[attr-defined]
-        for layout in ((mesh, tuple(each.placements)), (mesh, (Replicate(),) * mesh.ndim)):  # type: ignore[attr-defined]
+        placements: Any = each.placements  # type: ignore[attr-defined]
+        for layout in ((mesh, tuple(placements)), (mesh, (Replicate(),) * mesh.ndim)):
             if layout not in found:
                 found.append(layout)
     return found

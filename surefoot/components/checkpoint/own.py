@@ -32,14 +32,13 @@ from surefoot.components.checkpoint.modules import (
     to_local_shards,
     with_local_rows,
 )
-from surefoot.components.checkpoint.random import random_states
 from surefoot.components.checkpoint.save import Content, Stamp, clear_drafts, commit
 from surefoot.components.checkpoint.tensor_files import DTYPES, check_storable
 from surefoot.components.checkpoint.tree import split
 from surefoot.contract.manifest import NAME, Manifest
 from surefoot.contract.state import master_of, part_of
 from surefoot.core.errors import TaskError
-from surefoot.runtime.attributes.generators import generator_state, is_generator
+from surefoot.runtime.attributes.generators import generator_state, is_generator, random_states
 
 NO_STAMP = Stamp()
 RESERVED = ("state", "manifest", "optimizer-state")

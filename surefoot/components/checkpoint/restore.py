@@ -43,14 +43,13 @@ from surefoot.components.checkpoint.own import (
     parameters_of,
     with_masters,
 )
-from surefoot.components.checkpoint.random import restore_random
 from surefoot.components.checkpoint.tensor_files import DTYPES, create, fill
 from surefoot.components.checkpoint.tree import as_run_folder_errors, join
 from surefoot.contract import commits
 from surefoot.contract.manifest import Manifest, Piece
 from surefoot.contract.state import master_of, part_of, with_strides_of
 from surefoot.core.errors import RunFolderError
-from surefoot.runtime.attributes.generators import is_generator, restore_generator
+from surefoot.runtime.attributes.generators import is_generator, restore_generator, restore_random
 from surefoot.runtime.attributes.stored import check_attributes, put_back_attributes
 from surefoot.runtime.nested_tensors import map_tensors
 

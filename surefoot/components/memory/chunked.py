@@ -71,7 +71,8 @@ def linear_cross_entropy(
     if torch.is_grad_enabled() and any(
         each is not None and each.requires_grad for each in (hidden, weight, bias)
     ):
-        total = _Chunked.apply(hidden_RD, weight, bias, targets_R, settings)  # type: ignore[no-untyped-call]
+        apply: Any = _Chunked.apply
+        total = apply(hidden_RD, weight, bias, targets_R, settings)
     else:
         total = _compute(hidden_RD, weight, bias, targets_R, settings, needs=(False, False, False))[
             0

@@ -242,7 +242,8 @@ def keep_products() -> Contexts:
     contexts of torch's own selective checkpointing. It determines itself which outputs the backward
     pass needs.
     """
-    contexts: Contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    create: Any = create_selective_checkpoint_contexts
+    contexts: Contexts = create(_policy)
     return contexts
 
 

@@ -27,6 +27,8 @@ class NoJournal:
     def write(self, event: events.Event) -> str | None:
         return None
 
+    def flush(self) -> None: ...
+
     def sync(self) -> None: ...
 
     def close(self) -> None: ...
@@ -91,6 +93,10 @@ class Journal:
             if error is None or was_held
             else f"{self._write_error(error).message}; its lines are kept in memory until it can"
         )
+
+    def flush(self) -> None:
+        """Write the buffered lines if the disk takes them."""
+        self._write_held()
 
     def _write_held(self) -> OSError | None:
         """Write all buffered lines or none of them; return the error if the disk refuses them."""

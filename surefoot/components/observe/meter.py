@@ -21,9 +21,15 @@ roofline` has run.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from surefoot.contract.state import StepReport
+import torch
+
+from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
+from surefoot.contract import events
+from surefoot.contract.state import StepReport, Timing, learning_rate_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +122,48 @@ class Meter:
             waiting_s=sum(report.waiting_s for report in reports),
             loss_scale=last.loss_scale,
         )
+
+
+def make_step_record(
+    summary: Summary,
+    timing: Timing,
+    groups: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    generation: int,
+    device: torch.device,
+) -> events.Step:
+    """Return the record of the steps that `summary` and `timing` summarize.
+
+    `groups` are the parameter groups of each optimizer or update, by name; their learning rates are
+    recorded, of the second group as `name.1`.
+    """
+    rates = {
+        f"{name}.{number}" if number else name: float(rate)
+        for name, rows in groups.items()
+        for number, group in enumerate(rows)
+        if (rate := learning_rate_of(group)) is not None
+    }
+    return events.Step(
+        generation=generation,
+        time_s=time.time(),
+        step=summary.step,
+        epoch=summary.epoch,
+        num_steps=summary.num_steps,
+        loss=summary.loss,
+        terms=summary.terms,
+        gradient_norm=summary.gradient_norm,
+        learning_rates=rates,
+        num_applied=summary.num_applied,
+        num_samples=summary.num_samples,
+        num_items=summary.num_items,
+        elapsed_s=summary.elapsed_s,
+        waiting_s=summary.waiting_s,
+        samples_per_s=summary.samples_per_s,
+        items_per_s=summary.items_per_s,
+        peak_bytes=peak_resident_bytes(),
+        phases=timing.phases,
+        step_s=timing.step_s,
+        outliers=timing.outliers,
+        device_memory=take_device_memory(device),
+        loss_scale=summary.loss_scale,
+    )

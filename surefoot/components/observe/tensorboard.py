@@ -1,25 +1,38 @@
-"""TensorBoard writer for Step and Evaluated events.
+"""TensorBoard writer for Step and Evaluated events, and the process that runs it beside a run.
 
-The tensorboard package is imported after the first steps, so that a run starts without waiting for
-it.
+The process reads the log of the run, so that the training process neither imports the tensorboard
+package nor spends time on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
+import signal
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from surefoot.contract import events
 from surefoot.contract.events import PHASES, Evaluated, Event, Step
 from surefoot.contract.run_folder import files
+from surefoot.core import place
 from surefoot.core.errors import MissingExtra, StorageError
 
 FIRST_WRITE_S = 10.0  # importing TensorBoard takes about 0.5 s, so it waits for the first steps
+MAX_END_S = 120.0  # for the process to write what is left, on a slow disk
+MAX_ABANDON_S = 2.0  # the same after a failure, which does not wait for plots
+CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from surefoot.components.observe.tensorboard import main; sys.exit(main(sys.argv[2]))"
+)
 
 
 class TensorBoard:
@@ -39,10 +52,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, *, wanted: bool | None, purge_step: int | None = None) -> None:
-        installed = importlib.util.find_spec("tensorboard") is not None
-        if wanted and not installed:
-            raise MissingExtra("tensorboard", extra="tensorboard", needed_for="observe.tensorboard")
-        self._on = installed if wanted is None else wanted
+        self._on = is_written(wanted)
         self._folder, self._purge_step = folder, purge_step
         self._waiting: list[Event] = []
         self._records: Any = None
@@ -53,13 +63,19 @@ class TensorBoard:
 
         Raises StorageError if the files cannot be written. After that, the writer does nothing.
         """
-        if not self._on or not isinstance(event, Step | Evaluated):
-            return
-        self._waiting.append(event)
-        if time.monotonic() - self._since_s > FIRST_WRITE_S:
-            self._flush()
+        self.add(event)
+        if self._on and self._waiting and time.monotonic() - self._since_s > FIRST_WRITE_S:
+            self.flush()
 
-    def _flush(self) -> None:
+    def add(self, event: Event) -> None:
+        """Buffer an event until the next call of `flush`."""
+        if self._on and isinstance(event, Step | Evaluated):
+            self._waiting.append(event)
+
+    def flush(self) -> None:
+        """Write the buffered events. Raises StorageError as `write` does."""
+        if not self._on:
+            return
         try:
             if self._records is None and self._waiting:
                 self._open()
@@ -131,7 +147,7 @@ class TensorBoard:
         """
         if not self._on:
             return
-        self._flush()
+        self.flush()
         try:
             if self._records is not None:
                 self._records.close()
@@ -145,13 +161,131 @@ class TensorBoard:
         The caller continues the run, which does not need its plots.
         """
         self._close_quietly()
-        return StorageError(f"TensorBoard's files in {self._folder} cannot be written: {error}")
+        return _as_storage_error(self._folder, error)
 
     def _close_quietly(self) -> None:
         self._on = False
         if self._records is not None:
             with contextlib.suppress(OSError):  # a disk that refused a record refuses the rest too
                 self._records.close()
+
+
+def is_written(wanted: bool | None) -> bool:
+    """Return whether TensorBoard files are written: as `wanted`, or if tensorboard is installed.
+
+    Raises MissingExtra if they are wanted and tensorboard is not installed.
+    """
+    installed = importlib.util.find_spec("tensorboard") is not None
+    if wanted and not installed:
+        raise MissingExtra("tensorboard", extra="tensorboard", needed_for="observe.tensorboard")
+    return installed if wanted is None else wanted
+
+
+class TensorBoardOfRun:
+    """TensorBoard files of a run, written from its log by a process of their own.
+
+    The process starts `FIRST_WRITE_S` seconds after the run. The files of a run that ends before
+    are written by the run itself. A run that is killed leaves files with all that is in its log.
+
+    Args:
+        home: The folder of the log; the files are in its folder `tensorboard`.
+        wanted: Whether to write; None writes if tensorboard is installed.
+        purge_step: The step from which TensorBoard hides the events of earlier attempts; None hides
+            no events.
+
+    Raises:
+        MissingExtra: If `wanted` is true and tensorboard is not installed.
+    """
+
+    def __init__(self, home: Path, *, wanted: bool | None, purge_step: int | None = None) -> None:
+        self._on, self._home, self._purge_step = is_written(wanted), home, purge_step
+        self._process: subprocess.Popen[str] | None = None
+        self._waiting: list[Event] = []
+        self._offset = self._generation = 0
+        self._since_s = time.monotonic()
+
+    def begin(self, generation: int) -> None:
+        """Take the events of `generation` in the rest of the log as those of this attempt."""
+        self._generation = generation
+        if self._on:
+            self._offset = (self._home / events.FILE).stat().st_size
+
+    def write(self, event: Event) -> None:
+        """Let the process write `event`, which is in the log.
+
+        Raises StorageError if the files cannot be written. After that, the writer does nothing.
+        """
+        if not self._on:
+            return
+        if self._process is not None:
+            if self._process.poll() is not None:
+                self._end_process(is_early=True)
+        elif time.monotonic() - self._since_s < FIRST_WRITE_S:
+            self._waiting.append(event)
+        else:
+            self._waiting.clear()
+            self._start()
+
+    def _start(self) -> None:
+        given = [str(self._home), self._offset, self._generation, self._purge_step]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", CHILD, json.dumps(sys.path), json.dumps(given)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                process_group=0,
+                env=place.child_environment(threads=1),
+            )
+        except (OSError, TypeError, ValueError) as error:  # without an interpreter, or a folder
+            self._on = False
+            raise _as_storage_error(self._home / "tensorboard", error) from error
+
+    def close(self) -> None:
+        """Write the rest of the log and end the process.
+
+        Raises StorageError if the files cannot be written.
+        """
+        if not self._on:
+            return
+        if self._process is not None:
+            self._end_process()
+            return
+        self._on, board = False, self._open_board()
+        for event in self._waiting:
+            board.write(event)
+        board.close()
+
+    def _open_board(self) -> TensorBoard:
+        return TensorBoard(self._home / "tensorboard", wanted=True, purge_step=self._purge_step)
+
+    def _end_process(self, *, is_early: bool = False) -> None:
+        """Let the process write the rest and end. Raises StorageError if it failed.
+
+        With `is_early` it has ended already, which is a failure.
+        """
+        process, self._process, self._on = self._process, None, False
+        assert process is not None
+        try:
+            # a line, since processes that are forked meanwhile keep the pipe open
+            said, _ = process.communicate("end\n", timeout=MAX_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said = f"they are not written after {MAX_END_S:g} s"
+        if process.wait() or is_early:
+            raise _as_storage_error(self._home / "tensorboard", said.strip() or "its process died")
+
+    def abandon(self) -> None:
+        """Let the process write the rest of the log, and wait for it only for a moment."""
+        process, self._process, self._on = self._process, None, False
+        if process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired, OSError):
+                process.communicate("end\n", timeout=MAX_ABANDON_S)
+
+
+def _as_storage_error(folder: Path, error: object) -> StorageError:
+    return StorageError(f"TensorBoard's files in {folder} cannot be written: {error}")
 
 
 def scalars(event: Event) -> list[tuple[str, float, int]]:
@@ -193,3 +327,49 @@ def phase_shares(steps: Sequence[Step]) -> list[tuple[str, float, int]]:
         for name, seconds in sums.items()
         if seconds
     ]
+
+
+def follow_log(home: Path, offset: int, generation: int, purge_step: int | None) -> None:
+    """Write TensorBoard files from the log in `home`, until standard input has a line or ends.
+
+    It also ends with its parent process. The events of `generation` are read, from the byte
+    `offset` of the log. Raises StorageError if the files cannot be written.
+    """
+    parent = os.getppid()
+    board = TensorBoard(home / "tensorboard", wanted=True, purge_step=purge_step)
+    is_over, rest, ended = False, b"", threading.Event()
+
+    def wait_for_end() -> None:  # in a thread, since Windows cannot wait for a pipe with a timeout
+        while (data := os.read(0, 1024)) and b"\n" not in data:
+            pass
+        ended.set()
+
+    threading.Thread(target=wait_for_end, daemon=True).start()
+    with files.open_file(home, events.FILE) as log:
+        log.seek(offset)
+        while not is_over:
+            is_over = ended.wait(FIRST_WRITE_S) or os.getppid() != parent
+            *lines, rest = (rest + log.read()).split(b"\n")
+            for line in lines:
+                event = events.parse_line(line.decode(errors="replace"))
+                if event is not None and event.generation == generation:
+                    board.add(event)
+            board.flush()
+    board.close()
+
+
+def main(words: str) -> int:
+    """Follow the log that `words` name, as JSON; print the reason of a failure."""
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # no SIGHUP on Windows
+        if hasattr(signal, name):  # the end of the run ends this process
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    home, *given = json.loads(words)
+    try:
+        follow_log(Path(home), *given)
+    except StorageError as error:
+        print(error.message.partition(" cannot be written: ")[2] or error.message)
+        return 1
+    except OSError as error:
+        print(error.strerror or error)
+        return 1
+    return 0

@@ -296,7 +296,8 @@ class FusedGroup:
             for row in (self._steps, self._first, self._second, self._momentum)
         )
         params = [self._params[number] for number in kept]
-        self._call(params, [p.grad for p in params], states, lr, grad_scale, found_inf)  # type: ignore[misc]
+        grads: Any = [p.grad for p in params]
+        self._call(params, grads, states, lr, grad_scale, found_inf)
 
     def _part(self) -> None:
         """Replace the step counter that all parameters share by a separate counter for each."""

@@ -151,7 +151,8 @@ def _parameters_of_module(module: nn.Module) -> list[nn.Parameter]:
     The parametrized attribute itself is not read, because spectral_norm would then run a step of
     its power iteration.
     """
-    made = module.parametrizations.values() if is_parametrized(module) else ()  # type: ignore[operator]
+    parametrizations: Any = module.parametrizations if is_parametrized(module) else {}
+    made = parametrizations.values()
     return [
         *module.parameters(recurse=False),
         *(each for part in made for each in part.parameters()),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,8 +49,8 @@ class UpdateInBackward:
         for parameter in self._guarded.parameters:
             hook = self._hooks.get(parameter)
             if hook is None:
-                added = parameter.register_post_accumulate_grad_hook(self._update)  # type: ignore[no-untyped-call]
-                self._hooks[parameter] = added.id
+                register: Any = parameter.register_post_accumulate_grad_hook
+                self._hooks[parameter] = register(self._update).id
             else:
                 run_last(parameter, hook)
 

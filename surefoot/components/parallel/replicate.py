@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,7 +106,8 @@ class Replicas:
         self._next = 0  # index of the next bucket to send: all ranks send in one order
         self._is_armed = False
         self._leaves = leaves
-        self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in leaves]  # type: ignore[no-untyped-call]
+        hooked: Sequence[Any] = leaves
+        self._hooks = [each.register_post_accumulate_grad_hook(self._take) for each in hooked]
 
     def close(self) -> None:
         """Remove the hooks from the parameters."""

@@ -113,7 +113,8 @@ class Watch:
                 )
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._counting(name)))  # type: ignore[no-untyped-call]
+                register: Any = parameter.register_hook
+                self._handles.append(register(self._counting(name)))
         self._operators.__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -238,7 +238,8 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._names[key], self._gathered[key] = name, parameter
                 if parameter.requires_grad and name not in known:
                     known.add(name)
-                    self._handles.append(parameter.register_hook(self._gradient_of(name)))  # type: ignore[no-untyped-call]
+                    register: Any = parameter.register_hook
+                    self._handles.append(register(self._gradient_of(name)))
 
         return see
 

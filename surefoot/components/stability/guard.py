@@ -206,7 +206,8 @@ class Guard:
             detail,
         )
 
-    def damaged_commit(self, step: int, detail: str) -> GuardFault:
+    @staticmethod
+    def damaged_commit(step: int, detail: str) -> GuardFault:
         return GuardFault(
             step,
             "damaged-commit",
@@ -227,7 +228,8 @@ class Guard:
     def damaged_log(step: int, detail: str) -> GuardFault:
         return GuardFault(step, "damaged-log", "the run continues without these records", detail)
 
-    def damaged_ledger(self, step: int, num_lost: int) -> GuardFault:
+    @staticmethod
+    def damaged_ledger(step: int, num_lost: int) -> GuardFault:
         return GuardFault(
             step,
             "damaged-ledger",

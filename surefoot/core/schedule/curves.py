@@ -203,8 +203,8 @@ def warmup_stable_decay(
 ) -> float:
     """Return the multiplier of a warm-up, a constant phase at 1 and a decay to `floor`.
 
-    Hu et al. 2024, arXiv 2404.06395. The shapes of the decay are those of Hägele et al. 2024, arXiv
-    2405.18392.
+    Hu et al. 2024, arXiv 2404.06395. The shapes of the decay are those of Hägele et al. 2024,
+    arXiv 2405.18392.
 
     Args:
         step: Number of applied updates, from 0.

@@ -214,7 +214,7 @@ class _Bench:
     """Training steps of a spec on this rank; the bucket layout can change between two steps."""
 
     def __init__(self, rehearsal: Rehearsal, group: Group, tell: Tell) -> None:
-        ranks = rehearsal.assembly.engine.stepper.ranks
+        ranks = rehearsal.assembly.engine.steps.collectives.ranks
         if ranks is None:
             raise InputError("one rank has no gradients to reduce", hint="use --ranks 2 or more")
         self.rehearsal, self.group, self.tell = rehearsal, group, tell

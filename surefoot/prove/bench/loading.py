@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.batches import Kind, LoaderSettings, StepBatches
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import (
     ENOUGH,
@@ -20,12 +20,11 @@ from surefoot.components.data.loader.pilot import (
     WorkerTuner,
     find_most,
 )
-from surefoot.components.data.loader.settings import Kind, LoaderSettings
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError
 from surefoot.core.hardware import count_cores
 from surefoot.prove.bench.rehearsal import Rehearsal
-from surefoot.train.step import Stepper
+from surefoot.train.step.inputs import InputReader
 
 MANY_STEPS = 10**6  # more steps than any measurement takes
 MIN_STEPS = 3  # fewest steps of a measurement, however long they take
@@ -93,8 +92,8 @@ class Trials:
     def __init__(self, rehearsal: Rehearsal, seconds: float, tell: Tell) -> None:
         self.tried: list[LoaderTiming] = []
         self._tell = tell
-        self._stepper: Stepper = rehearsal.assembly.engine.stepper
-        self.loader: Loader = self._stepper.loader
+        self._reader: InputReader = rehearsal.assembly.engine.steps.reader
+        self.loader: Loader = self._reader.loader
         self._rehearsal, self._seconds, self._step = rehearsal, seconds, 0
         self.samples = rehearsal.num_samples
         self._pins = rehearsal.device.type == "cuda"
@@ -102,12 +101,12 @@ class Trials:
     def measure_demand(self) -> float:
         """Return the samples per second of steps that do not wait for data."""
         again: Any = _RepeatedStepLoader(self.loader.take(1))
-        self._stepper.loader = again
+        self._reader.loader = again
         try:
             self._steps(MIN_STEPS)
             return self._steps(None)[0]
         finally:
-            self._stepper.loader = self.loader
+            self._reader.loader = self.loader
 
     def measure(self, settings: LoaderSettings) -> LoaderTiming:
         """Measure the loader with `settings`, alone and in steps; add the result to `tried`."""
@@ -158,7 +157,7 @@ class Trials:
             count is None and time.perf_counter() - begun_s < self._seconds
         ):
             self._step, done = self._step + 1, done + 1
-            report = self._stepper(self._step)
+            report = self._rehearsal.step(self._step)
             samples, waiting_s = samples + report.num_samples, waiting_s + report.waiting_s
         self._rehearsal.synchronize()
         elapsed_s = time.perf_counter() - begun_s

@@ -21,7 +21,7 @@ import numpy as np
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.disk.devices import Device, drop_cached, find_device
-from surefoot.components.data.loader.settings import Kind
+from surefoot.components.data.loader.batches import Kind
 from surefoot.components.data.remote.names import is_url
 from surefoot.components.data.sources.images import ImageFolder
 from surefoot.components.data.tars.audit import find_tars

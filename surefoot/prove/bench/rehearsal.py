@@ -42,6 +42,7 @@ class Rehearsal:
         try:
             self.assembly = _assemble_for_steps(self._spec, self._steps, self._group)
             self.device = self.assembly.engine.device
+            self.step = self.assembly.engine.steps.step_function()
             self.batches = self._read()
         except BaseException:
             self._put_back()
@@ -60,7 +61,7 @@ class Rehearsal:
         if mode not in MODES:
             raise InputError(f"there is no mode {mode!r}", hint=f"use one of {', '.join(MODES)}")
         if mode == "step":
-            self.assembly.engine.stepper(self.num_taken + 1)
+            self.step(self.num_taken + 1)
         else:
             self._compute(with_gradients=mode == "backward")
         self.num_taken += 1

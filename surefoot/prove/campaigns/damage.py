@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -263,23 +263,8 @@ def find_wrong(
     before, num_rows = {folder: _bytes_of(folder) for folder in changed}, _count_rows(run)
     child = workshop.fork(jobs.open_run, attempt)
     status = child.wait()
-    for folder, files in changed.items():
-        verdict = next(
-            (
-                mark
-                for mark in child.marks
-                if mark.startswith(("whole", "damaged")) and folder.name in mark.split()
-            ),
-            "",
-        )
-        named = [folder] if folder in foreign else files
-        if verdict.startswith("damaged") != bool(files) or (
-            files and not any(str(path) in verdict for path in named)
-        ):
-            return (
-                f"of {folder.name} {[path.name for path in files]} are damaged, "
-                f"and the check says: {verdict}"
-            )
+    if (wrong := _find_wrong_verdict(changed, foreign, child)) is not None:
+        return wrong
     if status == RunFolderError.exit_code:
         # a file outside the checkpoints may have been swapped with one in a checkpoint
         named_file = touched if any(changed.values()) else run
@@ -296,10 +281,26 @@ def find_wrong(
         return wrong
     if num_rows < whole and f"the rows of {whole - num_rows} steps" not in child.said:
         return f"the rows of {whole - num_rows} steps are missing, and no record reports it"
-    if to_the_end and (
-        workshop.train(attempt).wait() != EXIT_OK or golden.find_differing(run, STEPS)
-    ):
-        return "the resumed run is not bitwise identical"
+    if not to_the_end:
+        return None
+    is_same = workshop.train(attempt).wait() == EXIT_OK and not golden.find_differing(run, STEPS)
+    return None if is_same else "the resumed run is not bitwise identical"
+
+
+def _find_wrong_verdict(
+    changed: Mapping[Path, Collection[Path]], foreign: Collection[Path], child: Child
+) -> str | None:
+    """Return the first checkpoint whose check does not say what was `changed` in it."""
+    for folder, files in changed.items():
+        marks = (mark for mark in child.marks if mark.startswith(("whole", "damaged")))
+        verdict = next((mark for mark in marks if folder.name in mark.split()), "")
+        named = [folder] if folder in foreign else files
+        is_named = not files or any(str(path) in verdict for path in named)
+        if verdict.startswith("damaged") != bool(files) or not is_named:
+            return (
+                f"of {folder.name} {[path.name for path in files]} are damaged, "
+                f"and the check says: {verdict}"
+            )
     return None
 
 

@@ -102,7 +102,7 @@ def tensors(
     with Run(spec, folder=folder, quiet=True) as run:
         engine = run.assembly.engine
         # a step that is recorded is not compiled, and the first step is compared
-        engine.stepper.records = engine.compiled is None
+        engine.steps.record.is_on = engine.compiled is None
         if unit is not None:
             blur(run.model, unit, spec.train.seed)
         for report in islice(run.steps(), steps):
@@ -176,10 +176,10 @@ def _state(
 ) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     with Run(spec, folder=folder, quiet=True) as run:
-        stepper = run.assembly.engine.stepper
-        stepper.records = False  # a step that is recorded is not compiled
+        parts = run.assembly.engine.steps
+        parts.record.is_on = False  # a step that is recorded is not compiled
         steps = run.steps()
-        with stepper.eager():
+        with parts.eager():
             for _ in islice(steps, plain_steps):
                 pass
         if unit is not None:

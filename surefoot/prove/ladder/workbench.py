@@ -25,7 +25,7 @@ from surefoot.trial.arm import REPORT, SHARED, WORK, absolute, num_ranks
 START, BELOW = "start", "below"
 OUTCOMES = "outcomes.jsonl"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # the cache folder of torch.compile
-# the whole step is compiled after five: surefoot.train.step.stepper.EAGER_STEPS
+# the whole step is compiled after five: surefoot.train.step.program.EAGER_STEPS
 WARMUP_STEPS, MIN_STEPS = 8, 8
 WARMUP_S = 0.3  # processes take turns of 0.1 s, and each gets some of them during the warm-up
 TARGET_S = 1.5  # duration of the baseline's measured steps if no number of samples is given

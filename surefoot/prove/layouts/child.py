@@ -101,7 +101,10 @@ def _train(
 
 def _capture_whole(run: Run, loss: float, step: int) -> dict[str, np.ndarray]:
     """Return what `capture` returns in one process; sharded tensors are gathered from all ranks."""
-    sharded = run.assembly.engine.stepper.ranks and run.assembly.engine.stepper.ranks.sharded
+    sharded = (
+        run.assembly.engine.steps.collectives.ranks
+        and run.assembly.engine.steps.collectives.ranks.sharded
+    )
     if not sharded:
         return with_masters(run.model, capture(run.model, loss, step), step)
     taken = {f"loss/{step}": np.array(loss, dtype=np.float64)}

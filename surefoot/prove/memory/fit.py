@@ -12,9 +12,9 @@ from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import format_bytes
 from surefoot.train.assemble import load_task
+from surefoot.train.assemble.reading import read_split
 from surefoot.train.preflight.predicted import Prediction, predict
 from surefoot.train.preflight.rank_memory import find_layout
-from surefoot.train.step.reading import read_split
 
 WAYS = ("none", "operators", "every 2", "full")  # the cheapest first
 Tell = Callable[[str], None]

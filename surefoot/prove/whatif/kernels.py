@@ -34,7 +34,9 @@ def find_kernels(spec: RunSpec) -> list[Graph]:
     what = "model" if spec.compile.what == "none" else spec.compile.what
     compiled = spec.replace(compile={"what": what, "on_failure": "stop"})
     with Rehearsal(compiled, steps=1) as rehearsal, watch_kernels() as graphs:
-        rehearsal.assembly.engine.stepper.records = False  # a step that is recorded is not compiled
+        rehearsal.assembly.engine.steps.record.is_on = (
+            False  # a step that is recorded is not compiled
+        )
         rehearsal.take("step")
     if not graphs:
         raise TaskError(

@@ -1,4 +1,7 @@
-"""Search for random generators of torch, NumPy and Python, and access to their states."""
+"""Random generators of torch, NumPy and Python: the search for them, and their states.
+
+The states of the global generators are read and restored together.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from surefoot.core.process.forked import uses_gpu
 
 OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -144,3 +149,32 @@ def _find_parts(value: Any) -> Iterator[tuple[str, Any]]:
             (f".{key}", part)
             for key, part in (list(attributes.items()) if isinstance(attributes, dict) else ())
         )
+
+
+def cuda_states() -> list[torch.Tensor]:
+    """Return the random state of each GPU; empty if this process has not initialized CUDA.
+
+    Reading a state would initialize CUDA.
+    """
+    return torch.cuda.get_rng_state_all() if uses_gpu() else []
+
+
+def random_states() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": cuda_states(),
+        "numpy": np.random.get_state(),  # noqa: NPY002
+        "python": random.getstate(),
+    }
+
+
+def restore_random(saved: Mapping[str, Any]) -> None:
+    """Restore the random states that `random_states` returned.
+
+    States of GPUs that this machine does not have are ignored.
+    """
+    torch.set_rng_state(saved["torch"])
+    for index, state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state, index)
+    np.random.set_state(saved["numpy"])  # noqa: NPY002
+    random.setstate(saved["python"])

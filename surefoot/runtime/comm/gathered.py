@@ -46,7 +46,8 @@ def all_gather(tensor: Tensor) -> Tensor:
         return tensor
     _current[-1].was_used = True
     group = _current[-1].group
-    return tensor if group.is_alone else _AllGather.apply(tensor, group)  # type: ignore[no-untyped-call]
+    apply: Any = _AllGather.apply
+    return tensor if group.is_alone else apply(tensor, group)
 
 
 class _AllGather(torch.autograd.Function):

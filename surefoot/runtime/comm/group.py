@@ -274,7 +274,7 @@ class Group:
         for together in _make_packs([each.detach() for each in tensors]):
             flat = torch.cat([_as_bytes(each) for each in together]).to(self.device)
             self.do(
-                lambda flat=flat: dist.broadcast(flat, group=self.channel, group_src=0),  # type: ignore[misc]
+                partial(dist.broadcast, flat, group=self.channel, group_src=0),
                 Kind.COPY,
                 flat,
             )

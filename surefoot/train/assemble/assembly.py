@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -12,44 +11,46 @@ import torch
 from torch import nn
 
 from surefoot.components.data.feed import Feed, to_device
+from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.data.loader.bad import ReadResult, read_sound
+from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.jobs import look
-from surefoot.components.data.loader.settings import LoaderNotice
 from surefoot.components.data.order import Keys
-from surefoot.components.observe.memory_use import peak_resident_bytes, take_device_memory
-from surefoot.components.observe.meter import Summary
+from surefoot.components.observe.meter import Summary, make_step_record
 from surefoot.components.precision.policy import PLAIN, Policy
 from surefoot.contract import events
 from surefoot.contract.spec import RunSpec
-from surefoot.contract.state import Timing, learning_rate_of
+from surefoot.contract.state import Timing
 from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.schedule.plan import Curve
+from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import Group
+from surefoot.train.assemble.reading import read_once
 from surefoot.train.environment import circumstances
 from surefoot.train.evaluate import Evaluation, Reading, evaluate
+from surefoot.train.record.noticed.unfrozen import TrainedSet
 from surefoot.train.resume.program import Program
-from surefoot.train.step import LiveUpdate, Stepper
-from surefoot.train.step.course import RunSchedule
-from surefoot.train.step.reading import read_once
-from surefoot.train.step.unfrozen import TrainedSet
+from surefoot.train.step import LiveUpdate, StepParts
 
 if TYPE_CHECKING:
     from surefoot.components.compiler.regions import CompiledRegions
     from surefoot.components.memory.recompute import RecomputeHandle
     from surefoot.components.optim.average import WeightAverage
-    from surefoot.components.stability.noise import Noise
+    from surefoot.components.stability.noise import GradientNoise, Noise
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Device, precision, weight average, stepper, recomputation and compilation of a run."""
+    """Device, precision, weight average, steps, recomputation and compilation of a run."""
 
     device: torch.device
     policy: Policy
     average: WeightAverage | None
-    stepper: Stepper
+    steps: StepParts
+    attributes: AttributeTracker
     recomputed: RecomputeHandle | None
     compiled: CompiledRegions | None = None
+    noise: GradientNoise | None = None
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Assembly:
         `tell` is called with notices about failed workers, unreadable samples and other data
         problems.
         """
-        settings = replace(self.engine.stepper.loader.settings, most=0)
+        settings = replace(self.engine.steps.reader.loader.settings, most=0)
         return lambda source, batch, device, share, key: read_once(
             self.spec, source, batch, device, settings, tell, share, key
         )
@@ -134,7 +135,7 @@ class Assembly:
     @property
     def is_even(self) -> bool:
         """True if all ranks must run the same number of passes in a step (stages 2 and 3)."""
-        ranks = self.engine.stepper.ranks
+        ranks = self.engine.steps.collectives.ranks
         return ranks is not None and ranks.is_even
 
     @property
@@ -143,7 +144,7 @@ class Assembly:
 
         None if `observe.noise` is off or there were too few steps.
         """
-        watched = self.engine.stepper.noise
+        watched = self.engine.noise
         return None if watched is None else watched.estimate()
 
     @property
@@ -194,36 +195,13 @@ class Assembly:
 
     def make_step_record(self, generation: int, summary: Summary, timing: Timing) -> events.Step:
         """Return the Step record of the steps that `summary` and `timing` summarize."""
-        ranks = self.engine.stepper.ranks
-        rates = {
-            f"{u.name}.{i}" if i else u.name: float(rate)
-            for u in self.updates
-            for i, g in enumerate(u.guarded.groups)
-            if (rate := learning_rate_of(g)) is not None
-        }
-        return events.Step(
-            generation=generation,
-            time_s=time.time(),
-            step=summary.step,
-            epoch=summary.epoch,
-            num_steps=summary.num_steps,
-            loss=summary.loss,
-            terms=summary.terms,
-            gradient_norm=summary.gradient_norm,
-            learning_rates=rates,
-            num_applied=summary.num_applied,
-            num_samples=summary.num_samples,
-            num_items=summary.num_items,
-            elapsed_s=summary.elapsed_s,
-            waiting_s=summary.waiting_s,
-            samples_per_s=summary.samples_per_s,
-            items_per_s=summary.items_per_s,
-            peak_bytes=peak_resident_bytes(),
-            phases=timing.phases,
-            step_s=timing.step_s,
-            outliers=timing.outliers,
-            device_memory=take_device_memory(self.engine.device),
-            loss_scale=summary.loss_scale,
-            noise={} if (noise := self.noise) is None else asdict(noise),
+        ranks, noise = self.engine.steps.collectives.ranks, self.noise
+        groups = {update.name: update.guarded.groups for update in self.updates}
+        record = make_step_record(
+            summary, timing, groups, generation=generation, device=self.engine.device
+        )
+        return replace(
+            record,
+            noise={} if noise is None else asdict(noise),
             ranks={} if ranks is None else ranks.paces.take(),
         )

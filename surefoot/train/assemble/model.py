@@ -9,12 +9,20 @@ import torch
 from torch import nn
 
 from surefoot.components.optim.groups import check_has_values, check_shaped
-from surefoot.components.parallel.wrapped import check_unwrapped
 from surefoot.components.stability.norms import convert_batchnorm
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import ResolvedTask, find_arguments, find_use, is_named, load, resolve
 from surefoot.core.errors import SpecError, TaskError
+
+# torch's wrappers for several devices, by name: importing all takes half as long as torch
+WRAPPERS = {
+    "DataParallel": "drives all devices from one interpreter "
+    "and copies the model to them in every forward pass",
+    "DistributedDataParallel": "sums gradients in each backward pass, as surefoot does once a step",
+    "FullyShardedDataParallel": "splits weights where surefoot cannot see them",
+    "FSDPModule": "splits weights where surefoot cannot see them",
+}
 
 
 def build_model(spec: RunSpec, task: ResolvedTask) -> nn.Module:
@@ -145,3 +153,22 @@ def load_task(spec: RunSpec) -> ResolvedTask:
             )
         parameters["folder"] = spec.data.folder
     return load(spec.task.use, parameters)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Raise TaskError for a model that is, or contains, a torch wrapper for several devices.
+
+    DistributedDataParallel is such a wrapper: it would sum the gradients, as surefoot does.
+    """
+    for place, module in model.named_modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+                where = f"{place} of the model" if place else "the model"
+                raise TaskError(
+                    f"{where} is wrapped in torch's {kind.__name__}, "
+                    f"which {WRAPPERS[kind.__name__]}",
+                    hint=(
+                        "give the model itself: surefoot train SPEC --ranks N copies it to "
+                        "N ranks, layout.shard splits it"
+                    ),
+                )

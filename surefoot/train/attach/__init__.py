@@ -6,29 +6,18 @@ show` and `surefoot runs` read both. A restarted loop resumes from its newest un
 
 from __future__ import annotations
 
-import atexit
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from surefoot.components.optim.groups import check_shaped
-from surefoot.components.profiler.phases.clock import DATA, OTHER
-from surefoot.contract import events
-from surefoot.contract.task import check_not_importing
-from surefoot.core import place
-from surefoot.core.errors import InputError
-from surefoot.train import environment
-from surefoot.train.attach import loop_ranks
-from surefoot.train.attach.arguments import check_given, name_objects
-from surefoot.train.attach.loop_record import LoopRecord
-from surefoot.train.record.noticed.unheld import UnheldObjects, variables
+from surefoot.train.attach.loop_session import LoopSession
+from surefoot.train.attach.opening import LoopRequest, open_loop
 
 
 def attach(
@@ -73,49 +62,41 @@ def attach(
         RunFolderError: For a folder of a different kind.
         LostRank: If a rank does not call `attach`.
     """
-    # if not checked, the loop has initialized torch.distributed itself
-    if not environment.has_process_group():
-        place.check_launcher()
-    check_not_importing()
-    optimizers = check_given(model, optimizer, data, state)
-    check_shaped(model, "before attach")
-    wanted = None if folder is None else Path(folder)
-    group = loop_ranks.find_group(wanted)
-    caller, bare = sys._getframe(1), loop_ranks.unwrap_ddp(model, group)
-    objects, kept = group.settle(
-        lambda: name_objects(bare, optimizers, state or {}, variables(caller))
+    asked = LoopRequest(
+        model=model,
+        optimizer=optimizer,
+        data=data,
+        folder=None if folder is None else Path(folder),
+        every=every,
+        save=save,
+        state=state,
     )
-    unheld = UnheldObjects(objects, optimizers, data)
-    reported = [*kept, *unheld.find(caller)]
-    notes = loop_ranks.describe_buckets(group, model)
-    return AttachedLoop(
-        LoopRecord(objects, optimizers, data, wanted, every, save, group, (unheld, reported, notes))
-    )
+    return AttachedLoop(open_loop(asked, sys._getframe(1)))
 
 
 @final
 class AttachedLoop:
     """A recorded loop: `folder` is the run folder, `step` the number of steps in all attempts."""
 
-    def __init__(self, record: LoopRecord) -> None:
-        self._record = record
-        self._left = weakref.finalize(self, record.end, "stopped")
+    def __init__(self, session: LoopSession) -> None:
+        self.session = session
+        self._left = weakref.finalize(self, session.end, "stopped")
         # at exit, `end_with_process` checks first whether an exception ended the process
         self._left.atexit = False
-        atexit.register(record.end_with_process)
+        session.end_at_exit()
 
     @property
     def folder(self) -> Path:
-        return self._record.folder
+        return self.session.folder()
 
     @property
     def step(self) -> int:
-        return self._record.step
+        return self.session.progress.step
 
     @property
     def first_pass(self) -> int:
         """Index, from 0, of the epoch in which this attempt starts; it may be partly done."""
-        return self._record.first_pass
+        return self.session.first_pass
 
     @property
     def first_batch(self) -> int:
@@ -124,14 +105,14 @@ class AttachedLoop:
         It is 0 except after a resume in the middle of an epoch. A loop that counts batches uses
         `enumerate(run.batches(), run.first_batch)`.
         """
-        return self._record.first_batch
+        return self.session.first_batch
 
     def save(self) -> None:
         """Save a checkpoint now; call this after a finished step.
 
         After an epoch that was left by `break`, a restarted loop starts with the next epoch.
         """
-        self._record.save()
+        self.session.save()
 
     def batches(self, *, ahead: int | None = None) -> Iterator[Any]:
         """Yield the batches of one epoch, unchanged; after a restart, from the saved position.
@@ -141,24 +122,7 @@ class AttachedLoop:
         prefetcher. After a restart, the batches that were read ahead are yielded again. Raises
         InputError if `ahead` is not a number of batches.
         """
-        record = self._record
-        batches = record.begin_pass(ahead)
-        while True:
-            record.between_steps()
-            asked_ns = record.clock.switch(DATA)
-            try:
-                batch = next(batches)
-            except StopIteration:
-                break
-            finally:
-                got_ns = record.clock.switch(OTHER)
-            record.on_batch(batch, (got_ns - asked_ns) / 1e9)
-            try:
-                yield batch
-            except GeneratorExit:
-                record.leave_pass()
-                raise
-        record.end_pass()
+        yield from self.session.batches(ahead)
 
     def step_done(self, loss: Tensor | float, *, num_samples: int | None = None) -> None:
         """Record an optimizer step; `loss` is a scalar, the mean over the step's samples.
@@ -166,43 +130,21 @@ class AttachedLoop:
         `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
         is not a scalar.
         """
-        self._record.step_done(loss, num_samples)
+        self.session.step_done(loss, num_samples)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the `with` block as phase `name` of the step; time outside all phases is "other".
 
         Raises InputError for an unknown phase.
         """
-        name = events.RENAMED_PHASES.get(name, name)
-        if name not in events.PHASES:
-            raise InputError(
-                f"there is no phase {name!r}", hint=f"use one of {', '.join(events.PHASES)}"
-            )
-        return self._record.clock.within(events.PHASES.index(name))
+        return self.session.phase(name)
 
     def close(self) -> None:
-        """Save a checkpoint and record that the loop has finished; a second call does nothing.
-
-        An epoch that was left by `break` has ended, as for `save`.
-        """
-        if self._record.has_stepped:  # the loop may have changed something since
-            self._record.save()
-        self._record.end("finished", f"the loop ended after step {self.step}")
+        """Save a checkpoint, as `save` does, and record that the loop has finished, once."""
+        self.session.finish()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if not self._record.owner.is_here:
-            return  # only the process that called attach ends it
-        if error is None:
-            if self._record.has_stepped:
-                self._record.commit()
-            self._record.end()
-        else:
-            self._record.end_by(error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.session.leave(error)

@@ -45,8 +45,7 @@ from surefoot.train.attach.read_states import ReadStates, describe_too_many
 from surefoot.train.quiet import read_streams
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.record.noticed.inner_optimizers import InnerOptimizers
-from surefoot.train.resume.full_disk import RoomMaker, list_steps
-from surefoot.train.resume.slow_save import SaveRhythm, SlowSave
+from surefoot.train.resume.disk_trouble import RoomMaker, SaveRhythm, SlowSave, list_steps
 
 KEEP, MAX_NAMED = 3, 4
 
@@ -190,8 +189,8 @@ class LoopKeeper:
 
     @property
     def first_pass(self) -> int:
-        """Index, from 0, of the epoch in which the loop resumes."""
-        return self.pass_number + self._is_between
+        """Index, from 0, of the epoch in which the loop starts."""
+        return max(0, self.pass_number + self._is_between)
 
     @property
     def first_batch(self) -> int:

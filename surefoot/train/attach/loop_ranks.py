@@ -31,9 +31,10 @@ from surefoot.contract.runlock import RunLock
 from surefoot.core import place
 from surefoot.core.errors import LostRank, RunFolderError, StorageError, TaskError, hint_unwritten
 from surefoot.runtime.comm.group import ALONE, Group
-from surefoot.train import environment, folder
-from surefoot.train.folder import Chosen
+from surefoot.train import environment
 from surefoot.train.resume import same
+from surefoot.train.session import folder
+from surefoot.train.session.folder import Chosen
 
 IS_HELD = "is being written by process"
 WAIT_S = 300.0  # for ranks that have not called `attach` yet

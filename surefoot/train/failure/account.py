@@ -93,7 +93,7 @@ def describe_shortage(error: Exception, assembly: Assembly, step: int) -> Memory
     raised = whole if isinstance(error, MemoryError) else None if line is None else f"at {line}"
     return MemoryShortage(
         step,
-        assembly.engine.stepper.clock.phase,
+        assembly.engine.steps.clock.phase,
         whole,
         raised,
         asked,

@@ -216,5 +216,5 @@ def find_overflow(assembly: Assembly, step: int) -> Overflow | None:
         return None
     # the original error is reported, not this one
     with Watch(assembly.model) as watch, contextlib.suppress(Exception):
-        assembly.engine.stepper.look(step)
+        assembly.engine.steps.repeat(step)
     return watch.overflow

@@ -40,6 +40,10 @@ class StopRequests:
         is_interrupted = self.outcome is not None and self.outcome[0] == "interrupted"
         return is_interrupted and self.exit_code != EXIT_INTERRUPTED
 
+    def stop(self, reason: str) -> None:
+        """End the run after this step, unless its end is requested already."""
+        self.outcome = self.outcome or ("stopped", reason)
+
     def listen(
         self,
         opened: contextlib.ExitStack,

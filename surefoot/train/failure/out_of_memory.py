@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from surefoot.components.checkpoint.random import random_states, restore_random
 from surefoot.components.profiler.phases.clock import BACKWARD, FORWARD
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
+from surefoot.runtime.attributes.generators import random_states, restore_random
 from surefoot.train.assemble import Assembly
 from surefoot.train.failure.blame import is_out_of_memory
 from surefoot.train.record.telling import Telling
+from surefoot.train.step.program import Observers
 
 
 class WithinMemory:
@@ -26,16 +29,28 @@ class WithinMemory:
     following steps use the smaller microbatch too.
     """
 
-    def __init__(self, assembly: Assembly, telling: Telling, folder: Path) -> None:
+    def __init__(
+        self, assembly: Assembly, telling: Telling, folder: Path, observers: Observers
+    ) -> None:
         self._assembly, self._telling, self._folder = assembly, telling, folder
-        self._stepper = assembly.engine.stepper
+        self._observers, self._has_moved = observers, False  # whether the weights may have
+        observers.before_update.append(self._before_update)
         self._halves = assembly.spec.memory.on_oom == "halve"
+
+    @functools.cached_property
+    def _take(self) -> Callable[[int], StepReport]:
+        """The step function, made at the first step, when all observers are known."""
+        return self._assembly.engine.steps.step_function(self._observers)
+
+    def _before_update(self) -> None:
+        self._has_moved = True
 
     def __call__(self, number: int) -> StepReport:
         while True:
+            self._has_moved = False
             before = random_states() if self._halves else {}
             try:
-                return self._stepper(number)
+                return self._take(number)
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -50,7 +65,7 @@ class WithinMemory:
                     raise account.report_shortage(
                         shortage, self._assembly, self._folder, then
                     ) from error
-            self._stepper.undo_failed_step()
+            self._assembly.engine.steps.buffers.restore()
             self._release_memory()
             restore_random(before)
             feed = self._assembly.feed
@@ -63,7 +78,7 @@ class WithinMemory:
             )
 
     def _reason_against(self, phase: int) -> str | None:
-        if self._stepper.has_moved:
+        if self._has_moved:
             return (
                 "the optimizer step had started: weights may be partly updated, and "
                 "the step cannot be repeated"

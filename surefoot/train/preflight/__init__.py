@@ -39,7 +39,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     LiveState(assembly).check()
     generators = watch_task(assembly)
     # no step repeats these passes
-    with assembly.engine.stepper.eager(), preserve_attributes(assembly.task.task):
+    with assembly.engine.steps.eager(), preserve_attributes(assembly.task.task):
         notes = contract.check(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(

@@ -16,8 +16,7 @@ from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.halves import cut_batch
-from surefoot.train.quiet import can_try, preserve_state, trial_in_training_mode
-from surefoot.train.record.carried import CarriedState
+from surefoot.train.quiet import CarriedState, can_try, preserve_state, trial_in_training_mode
 from surefoot.train.step import LiveUpdate
 
 SAME = 1e-5  # relative, of a term
@@ -40,7 +39,7 @@ def check(
     A model may keep a hidden state with a row for each sample of a microbatch. The next microbatch,
     which has other samples, would then continue from it.
     """
-    ranks, feed = assembly.engine.stepper.ranks, assembly.feed
+    ranks, feed = assembly.engine.steps.collectives.ranks, assembly.feed
     num_ranks = 1 if ranks is None else ranks.group.size
     halves = cut_batch(batch, size) if len(feed.microbatches(feed.window(0))) > num_ranks else None
     if halves is None:

@@ -21,12 +21,12 @@ from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.train.assemble import Assembly
+from surefoot.train.assemble.reading import make_feed
 from surefoot.train.failure.blame import describe
-from surefoot.train.preflight import between_microbatches, samples
 from surefoot.train.preflight import halves as halving
+from surefoot.train.preflight import samples
 from surefoot.train.quiet import can_try, preserve_state
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
-from surefoot.train.step.reading import make_feed
 
 OVER_BATCHES = (
     nn.BatchNorm1d,
@@ -104,6 +104,8 @@ def check(assembly: Assembly) -> list[str]:
                 )
                 assembly.warnings.extend(found)
         if splits:
+            from surefoot.train.preflight import between_microbatches
+
             assembly.warnings.extend(
                 between_microbatches.check(assembly, batch, len(ids), trials.training_only)
             )
@@ -165,7 +167,7 @@ def _describe_rewritten(assembly: Assembly) -> list[str]:
         return []
     ranks = (
         "; on ranks, each element gets the value of the lowest rank that changed it"
-        if assembly.engine.stepper.ranks is not None
+        if assembly.engine.steps.collectives.splits
         else ""
     )
     return [f"a forward pass changes {name_some(names, 3)}: evaluations restore its values{ranks}"]
@@ -409,7 +411,7 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
 
     Raises SpecError if a batch cannot be divided among all ranks.
     """
-    feed, ranks = assembly.feed, assembly.engine.stepper.ranks
+    feed, ranks = assembly.feed, assembly.engine.steps.collectives.ranks
     if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
         return False
     batches = {feed.batch, *(batch for _, batch in assembly.spec.train.ramp)}

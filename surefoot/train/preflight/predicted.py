@@ -39,6 +39,8 @@ from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import RecomputeChoice
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
+from surefoot.train.assemble.reading import make_feed, read_split
+from surefoot.train.assemble.sharding import check_keys
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight.rank_memory import (
     GATHERED,
@@ -49,8 +51,6 @@ from surefoot.train.preflight.rank_memory import (
 )
 from surefoot.train.resume.together import check_shared
 from surefoot.train.step import LiveUpdate
-from surefoot.train.step.reading import make_feed, read_split
-from surefoot.train.step.sharding import check_keys
 
 # relative error that is guaranteed; the largest measured is 0.2 %, of a small convnet:
 # benchmarks/memory_prediction

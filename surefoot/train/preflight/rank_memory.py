@@ -20,7 +20,7 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.state import master_of
 from surefoot.core.ranks.layout import Layout, fit
 from surefoot.runtime.nested_tensors import find_tensors
-from surefoot.train.step.sharding import find_units
+from surefoot.train.assemble.sharding import find_units
 
 GATHERED = "gathered weights"
 # blocks whose weights are gathered at the peak of a step, the end of its backward pass

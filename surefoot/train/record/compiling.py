@@ -11,14 +11,15 @@ from surefoot.components.compiler.modes import why_default
 from surefoot.components.compiler.regions import CompiledRegions, compile_regions
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.recompute import RecomputeHandle
+from surefoot.components.precision.policy import Policy
 from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import Compilation
 from surefoot.contract.task import ResolvedTask
 from surefoot.core.errors import SpecError, TaskError
 from surefoot.core.units import format_seconds
-from surefoot.train.step import LiveUpdate, Stepper
-from surefoot.train.step.stepper import EAGER_STEPS
-from surefoot.train.step.whole import WholeStep, check
+from surefoot.train.step import LiveUpdate
+from surefoot.train.step.joined.whole import WholeStep, check
+from surefoot.train.step.program import EAGER_STEPS
 
 GIVEN_UP = "recompile limit"  # message of torch for code that it has compiled too often
 
@@ -108,22 +109,22 @@ def compile_as_specified(
     spec: RunSpec,
     task: ResolvedTask,
     model: nn.Module,
-    stepper: Stepper,
+    policy: Policy,
     updates: list[LiveUpdate],
     recomputed: RecomputeHandle | None,
-) -> CompiledRegions:
+) -> tuple[CompiledRegions, WholeStep | None]:
     """Compile what the [compile] table selects, with the recomputation that was set up before.
+
+    The second result is the compiled step, if the step is one graph.
 
     Raises InputError if there are no blocks to compile, if the step cannot be one graph, or for a
     region inside a block whose operators are recomputed.
     """
     table = spec.compile
     if table.what == "step":
-        check(spec, updates, stepper.policy, model)
-        stepper.whole = WholeStep(
-            model, updates[0], stepper.policy, table, deterministic=spec.train.deterministic
-        )
-        return stepper.whole.plan
+        check(spec, updates, policy, model)
+        whole = WholeStep(model, updates[0], policy, table, deterministic=spec.train.deterministic)
+        return whole.plan, whole
     named = table.blocks or (list(task.blocks(model)) if task.blocks is not None else [])
     regions = (
         {"model": model}
@@ -132,13 +133,14 @@ def compile_as_specified(
     )
     if recomputed is not None:
         _check_around(regions, recomputed)
-    return compile_regions(
+    regions_made = compile_regions(
         regions,
         mode=table.mode,
         dynamic=table.dynamic,
         on_failure=table.on_failure,
         deterministic=spec.train.deterministic,
     )
+    return regions_made, None
 
 
 def _check_around(regions: Iterable[str], recomputed: RecomputeHandle) -> None:

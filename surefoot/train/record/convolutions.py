@@ -8,9 +8,10 @@ from typing import final
 import torch
 
 from surefoot.contract.state import StepReport
+from surefoot.contract.task import Batch
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.record.telling import Telling
-from surefoot.train.step import Stepper
+from surefoot.train.step.program import Observers
 
 MAX_SHAPES = 8  # of whole batches: one, the short last one, and some more
 
@@ -23,17 +24,19 @@ class TimedConvolutions:
     """
 
     def __init__(
-        self, step: Callable[[int], StepReport], stepper: Stepper, telling: Telling
+        self, step: Callable[[int], StepReport], telling: Telling, observers: Observers
     ) -> None:
-        self._step, self._stepper, self._telling = step, stepper, telling
+        self._step, self._telling, self._is_on = step, telling, True
         self._shapes: set[tuple[torch.Size, ...]] = set()
-        stepper.saw = lambda batch: self._shapes.add(
-            tuple(each.shape for each in find_tensors(batch))
-        )
+        observers.batch_read.append(self._see)
+
+    def _see(self, batch: Batch) -> None:
+        if self._is_on:
+            self._shapes.add(tuple(each.shape for each in find_tensors(batch)))
 
     def __call__(self, number: int) -> StepReport:
-        if self._stepper.saw is not None and len(self._shapes) > MAX_SHAPES:
-            self._stepper.saw = None
+        if self._is_on and len(self._shapes) > MAX_SHAPES:
+            self._is_on = False
             torch.backends.cudnn.benchmark = False
             said = (
                 f"batches had {len(self._shapes)} shapes so far, and cuDNN times its "

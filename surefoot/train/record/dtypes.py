@@ -21,7 +21,7 @@ def tell_dtypes(assembly: Assembly, telling: Telling, step: int) -> None:
     Raises NumbersError for a parameter that violates `precision.contract`. Raises SpecError if
     train.attention is "fused" but step 1 called no fused kernel.
     """
-    record = assembly.engine.stepper.record
+    record = assembly.engine.steps.record.found
     if record is None:
         return
     rows = tuple(summarize_dtypes(record.parameters))

@@ -22,7 +22,7 @@ from surefoot.train.failure.out_of_memory import WithinMemory
 from surefoot.train.quiet import preserve_attributes, preserve_state
 from surefoot.train.record.noticed.attribute_notes import OptimizerWatch
 from surefoot.train.record.noticed.in_place import WatchedForWrites
-from surefoot.train.record.noticed.unfreezing import Unfreezing
+from surefoot.train.record.noticed.unfrozen import Unfreezing
 from surefoot.train.record.telling import Telling
 
 if TYPE_CHECKING:
@@ -37,18 +37,19 @@ def make_step_function(
     assembly: Assembly, telling: Telling, folder: Path
 ) -> Callable[[int], StepReport]:
     """Return the step function of a run with its checks; called with the number of the step."""
+    observers = assembly.engine.steps.observers.copy()
     step: Callable[[int], StepReport] = Unfreezing(
-        WithinMemory(assembly, telling, folder), assembly, telling
+        WithinMemory(assembly, telling, folder, observers), assembly, telling
     )
-    step = WatchedForWrites(OptimizerWatch(step, assembly, telling), assembly, telling)
+    step = WatchedForWrites(OptimizerWatch(step, assembly, telling), assembly, telling, observers)
     if assembly.spec.memory.predict:
         step = PeakCheck(step, assembly, telling, folder)
     is_timed = assembly.spec.train.cudnn_benchmark and torch.backends.cudnn.benchmark
     if is_timed:
         from surefoot.train.record.convolutions import TimedConvolutions
 
-        step = TimedConvolutions(step, assembly.engine.stepper, telling)
-    ranks = assembly.engine.stepper.ranks
+        step = TimedConvolutions(step, telling, observers)
+    ranks = assembly.engine.steps.collectives.ranks
     if ranks is None or ranks.group.is_alone or not ranks.group.is_first:
         return step
     from surefoot.train.record.waited import WaitRecorder

@@ -44,7 +44,7 @@ class Profiling:
         self._next_look_s = 0.0
         self._profiler: Profiler | None = None
         self._asked: str | None = None  # id of the request
-        self._clock = assembly.engine.stepper.clock
+        self._clock = assembly.engine.steps.clock
 
     @property
     def is_done(self) -> bool:
@@ -82,7 +82,7 @@ class Profiling:
         """Subscribe to phases and collectives while the window records; unsubscribe otherwise."""
         is_open = self._profiler is not None and self._profiler.ranges is not None
         self._clock.listener = self._phase_begins if is_open else None
-        if (ranks := self._assembly.engine.stepper.ranks) is not None:
+        if (ranks := self._assembly.engine.steps.collectives.ranks) is not None:
             ranks.group.waiting.ranges = record_function if is_open else None
 
     def step_done(self, report: StepReport) -> None:

@@ -16,7 +16,7 @@ from surefoot.train.assemble import Assembly
 from surefoot.train.evaluate import Evaluation
 
 if TYPE_CHECKING:
-    from surefoot.train.run import Run
+    from surefoot.train.session.session import RunSession
 
 
 class Scores:
@@ -134,40 +134,41 @@ class Scores:
             "split": self.last.split,
         }
 
-    def make_ended_record(self, run: Run) -> events.Ended:
+    def make_ended_record(self, session: RunSession) -> events.Ended:
         """Return the Ended record of an attempt."""
-        summary = run.summary
+        result = session.result
         return events.Ended(
-            generation=run.generation,
+            generation=session.lock.generation,
             time_s=time.time(),
-            step=run.step,
-            outcome=run.outcome,
-            cause=run.cause,
-            exit_code=run.exit_code,
-            elapsed_s=summary["elapsed_s"],
-            num_samples=run.num_samples,
-            samples_per_s=summary["samples_per_s"],
-            peak_bytes=summary["peak_bytes"],
-            summary=summary,
-            was_left=run.outcome == "stopped" and run.is_stopping is None,
+            step=session.progress.step,
+            outcome=result.outcome,
+            cause=result.cause,
+            exit_code=result.exit_code,
+            elapsed_s=result.summary["elapsed_s"],
+            num_samples=session.progress.num_samples,
+            samples_per_s=result.summary["samples_per_s"],
+            peak_bytes=result.summary["peak_bytes"],
+            summary=result.summary,
+            was_left=result.outcome == "stopped" and session.stops.outcome is None,
         )
 
-    def summary(self, run: Run, timing: Timing) -> dict[str, Any]:
+    def summary(self, session: RunSession, timing: Timing) -> dict[str, Any]:
         """Return the rows of the final table; `timing` covers the whole attempt."""
-        elapsed_s = time.perf_counter() - run.started_s
+        task, progress, result = self._assembly.task, session.progress, session.result
+        elapsed_s = time.perf_counter() - session.started_s
         last, best = self.last, self.best
-        own_s = run.training_s - self._of_parent.get("parent_s", 0.0)
-        own_samples = run.num_samples - self._of_parent.get("parent_samples", 0.0)
+        own_s = progress.training_s - self._of_parent.get("parent_s", 0.0)
+        own_samples = progress.num_samples - self._of_parent.get("parent_samples", 0.0)
         own_items = (
             None
             if self.num_items is None
             else self.num_items - self._of_parent.get("parent_items", 0.0)
         )
         return {
-            "task": run.task.name,
-            "folder": str(run.folder),
-            "step": run.step,
-            "epochs": self._assembly.feed.epoch_of(run.step),
+            "task": task.name,
+            "folder": str(session.folder()),
+            "step": progress.step,
+            "epochs": self._assembly.feed.epoch_of(progress.step),
             "score": last.score if last else "score",
             "value": last.value if last else None,
             "unit": last.units.get(last.score, "") if last else "",
@@ -175,16 +176,16 @@ class Scores:
             "best_value": best.value if best else None,
             "best_step": self.best_step,
             "loss": last.loss if last else None,
-            "num_samples": run.num_samples,
+            "num_samples": progress.num_samples,
             "elapsed_s": elapsed_s,
-            "training_s": run.training_s,
+            "training_s": progress.training_s,
             "samples_per_s": _per_s(own_samples, own_s),
             "items_per_s": _per_s(own_items, own_s),
-            "items": run.task.unit,
+            "items": task.unit,
             "peak_bytes": peak_resident_bytes(),
-            "num_skipped": run.num_skipped,
-            "cause": run.cause,
-            "outcome": run.outcome,
+            "num_skipped": progress.guard.num_skipped,
+            "cause": result.cause,
+            "outcome": result.outcome,
             **timing_rows(timing),
             **_noise_row(self._assembly),
         }

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from surefoot.components.checkpoint import SaveResult
+from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.loader import Loader
-from surefoot.components.data.loader.settings import LoaderNotice
 from surefoot.components.observe.console import Console
 from surefoot.components.observe.journal import Journal, NoJournal
-from surefoot.components.observe.tensorboard import TensorBoard
+from surefoot.components.observe.tensorboard import TensorBoardOfRun
 from surefoot.components.profiler.phases.clock import LOGGING, PhaseClock
 from surefoot.components.stability.guard import Guard, GuardFault
 from surefoot.contract import events
@@ -21,13 +20,14 @@ from surefoot.core import place
 from surefoot.core.errors import StorageError
 from surefoot.train import environment
 from surefoot.train.evaluate import Evaluation
-from surefoot.train.folder import Chosen
 from surefoot.train.record.noticed.movement import Movement
-from surefoot.train.resume.program import Program
+from surefoot.train.session.folder import Chosen
 
 if TYPE_CHECKING:
+    from surefoot.train.assemble import Assembly
     from surefoot.train.record.compiling import Compiling
-    from surefoot.train.run import Run
+    from surefoot.train.resume.program import Program
+    from surefoot.train.session.session import Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,26 +41,21 @@ class RunDamage:
     other_data: str = ""  # text on how the data differ from the data trained on
 
 
-class Telling:
-    """Outputs of one attempt. An output with a storage error is dropped; the run continues."""
+class RunLog:
+    """Log and console of one attempt at a run or at an attached loop.
+
+    Args:
+        journal: Writer of the log.
+        console: What a person sees.
+        clock: Clock that times the writing as phase "logging".
+        generation: Number of the attempt.
+    """
 
     def __init__(
-        self,
-        journal: Journal | NoJournal,
-        tensorboard: TensorBoard,
-        console: Console,
-        guard: Guard,
-        clock: PhaseClock,
-        generation: int,
-        compiling: Compiling | None = None,
-        movement: Movement | None = None,
+        self, journal: Journal | NoJournal, console: Console, clock: PhaseClock, generation: int
     ) -> None:
         self.journal, self.console = journal, console
-        self._tensorboard = tensorboard
-        self._guard = guard
-        self._clock = clock
-        self.generation = generation
-        self._compiling, self._movement = compiling, movement
+        self.generation, self._clock = generation, clock
 
     def say(self, text: str) -> None:
         with self._clock.within(LOGGING):
@@ -70,6 +65,82 @@ class Telling:
         """Print a warning, even with `quiet`."""
         with self._clock.within(LOGGING):
             self.console.warn(text)
+
+    def write(self, event: events.Event) -> None:
+        """Write `event` to the log."""
+        with self._clock.within(LOGGING):
+            self._record(event)
+
+    def fault(self, fault: GuardFault) -> None:
+        """Record and print a fault, even with `quiet`."""
+        with self._clock.within(LOGGING):
+            self._record(environment.fault(self.generation, fault))
+            self.console.warn(f"{fault.detail}; {fault.action}")
+
+    def log_checkpoint(
+        self,
+        step: int,
+        num_bytes: int,
+        program: Program,
+        *,
+        elapsed_s: float,
+        waited_s: float,
+    ) -> None:
+        """Record that a checkpoint of `num_bytes` bytes is on disk; training waited `waited_s`.
+
+        Modules that `program` has imported since the last record are named.
+        """
+        self.write(
+            events.Committed(
+                generation=self.generation,
+                time_s=time.time(),
+                step=step,
+                num_bytes=num_bytes,
+                folder=f"checkpoints/step-{step:012d}",
+                elapsed_s=elapsed_s,
+                waited_s=waited_s,
+                late_modules=program.take_late_modules(),
+            )
+        )
+
+    def tell_damage(self, damage: RunDamage, step: int) -> None:
+        """Record and print the damage found in the folder of a run that resumes after `step`."""
+        for line in damage.log:
+            self.fault(Guard.damaged_log(step, line))
+        for trouble in damage.commits:
+            self.fault(Guard.damaged_commit(step, trouble))
+        if damage.lost_commits:
+            self.fault(Guard.lost_commit(step, damage.lost_commits))
+        if damage.num_lost_rows:
+            self.fault(Guard.damaged_ledger(step, damage.num_lost_rows))
+        if damage.other_data:
+            self.fault(
+                GuardFault(step, "other-data", "the run resumes with these data", damage.other_data)
+            )
+
+    def _record(self, event: events.Event) -> None:
+        trouble = self.journal.write(event)
+        if trouble is not None:
+            self.console.warn(trouble)
+
+
+class Telling(RunLog):
+    """Outputs of one attempt. An output with a storage error is dropped; the run continues."""
+
+    def __init__(
+        self,
+        journal: Journal | NoJournal,
+        tensorboard: TensorBoardOfRun,
+        console: Console,
+        guard: Guard,
+        clock: PhaseClock,
+        generation: int,
+        compiling: Compiling | None = None,
+        movement: Movement | None = None,
+    ) -> None:
+        super().__init__(journal, console, clock, generation)
+        self._tensorboard, self._guard = tensorboard, guard
+        self._compiling, self._movement = compiling, movement
 
     def begin(self, notes: Sequence[str], warnings: Sequence[str]) -> None:
         """Print notes at the start of a run, and warnings, the latter even with `quiet`."""
@@ -126,21 +197,6 @@ class Telling:
             unit = result.units.get(result.score, "")
             self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
 
-    def log_checkpoint(self, saved: SaveResult, num_bytes: int, program: Program) -> None:
-        """Record that a checkpoint of `num_bytes` bytes is on disk, and late imports."""
-        self.write(
-            events.Committed(
-                generation=self.generation,
-                time_s=time.time(),
-                step=saved.step,
-                num_bytes=num_bytes,
-                folder=f"checkpoints/step-{saved.step:012d}",
-                elapsed_s=saved.elapsed_s,
-                waited_s=saved.waited_s,
-                late_modules=program.take_late_modules(),
-            )
-        )
-
     def give_up(self, what: str, error: StorageError, step: int) -> None:
         """Record and print that the output `what` is dropped because of a storage error."""
         self.fault(self._guard.storage_fault(step, error.message, what))
@@ -152,32 +208,6 @@ class Telling:
     def slow_save(self, step: int, words: str) -> None:
         """Record that a save takes longer than the time until the next save is due."""
         self.fault(self._guard.slow_save(step, words))
-
-    def fault(self, fault: GuardFault) -> None:
-        """Record and print a fault, even with `quiet`."""
-        with self._clock.within(LOGGING):
-            self._record(environment.fault(self.generation, fault))
-            self.console.warn(f"{fault.detail}; {fault.action}")
-
-    def tell_damage(self, damage: RunDamage, step: int) -> None:
-        """Record and print the damage found in the folder of a run that resumes after `step`."""
-        for line in damage.log:
-            self.fault(self._guard.damaged_log(step, line))
-        for trouble in damage.commits:
-            self.fault(self._guard.damaged_commit(step, trouble))
-        if damage.lost_commits:
-            self.fault(self._guard.lost_commit(step, damage.lost_commits))
-        if damage.num_lost_rows:
-            self.fault(self._guard.damaged_ledger(step, damage.num_lost_rows))
-        if damage.other_data:
-            self.fault(
-                GuardFault(step, "other-data", "the run resumes with these data", damage.other_data)
-            )
-
-    def _record(self, event: events.Event) -> None:
-        trouble = self.journal.write(event)
-        if trouble is not None:
-            self.console.warn(trouble)
 
     def subscribe(self, loader: Loader) -> Callable[[], None]:
         """Subscribe to the notices of the loader: failed workers, waiting steps, number of workers.
@@ -215,48 +245,48 @@ class Telling:
             )
         try:
             with self._clock.within(LOGGING):
+                self.journal.flush()
                 self._tensorboard.close()
         except StorageError as error:
             self.give_up("TensorBoard", error, step)
 
 
-def open_records(run: Run, home: Path, chosen: Chosen) -> tuple[Journal | NoJournal, TensorBoard]:
-    """Open the log and TensorBoard of a rank in `home`; neither if the run has ended before."""
-    is_wanted = run.group.is_first and chosen.done is None
-    tensorboard = TensorBoard(
-        home / "tensorboard",
-        wanted=run.spec.observe.tensorboard if is_wanted else False,
-        purge_step=run.step + 1 if chosen.is_again else None,
+def open_records(
+    home: Path, chosen: Chosen, *, is_first: bool, wanted: bool | None, step: int
+) -> tuple[Journal | NoJournal, TensorBoardOfRun]:
+    """Open the log and TensorBoard of a rank in `home`; neither if the run has ended before.
+
+    Only rank 0 (`is_first`) writes TensorBoard, if it is `wanted`; `step` is the last one restored.
+    """
+    tensorboard = TensorBoardOfRun(
+        home,
+        wanted=wanted if is_first and chosen.done is None else False,
+        purge_step=step + 1 if chosen.is_again else None,
     )
     return Journal(home) if chosen.done is None else NoJournal(), tensorboard
 
 
-def open_console(run: Run, *, quiet: bool) -> Console:
-    """Return the console of a run; ranks other than 0 print nothing."""
-    return Console(
-        total_steps=run.assembly.course.total_steps,
-        unit=run.task.unit,
-        quiet=quiet or not run.group.is_first,
-        done_steps=run.step,
-    )
-
-
 def make_telling(
-    run: Run, journal: Journal | NoJournal, tensorboard: TensorBoard, console: Console, guard: Guard
+    assembly: Assembly,
+    generation: int,
+    journal: Journal | NoJournal,
+    tensorboard: TensorBoardOfRun,
+    console: Console,
+    progress: Progress,
 ) -> Telling:
     """Return the outputs of an attempt."""
-    engine, compiling = run.assembly.engine, None
+    engine, compiling = assembly.engine, None
     if engine.compiled is not None:
         from surefoot.train.record.compiling import Compiling
 
-        compiling = Compiling(engine.compiled, run.spec.compile)
+        compiling = Compiling(engine.compiled, assembly.spec.compile)
     return Telling(
         journal,
         tensorboard,
         console,
-        guard,
-        engine.stepper.clock,
-        run.generation,
+        progress.guard,
+        engine.steps.clock,
+        generation,
         compiling,
-        Movement(run.model, run.step),
+        Movement(assembly.model, progress.step),
     )

@@ -36,11 +36,11 @@ def record(
 ) -> Path:
     """Run an attempt until the profiler window is recorded; return the profile folder."""
     with attempt:
-        fitted = attempt.profiling.begin(window, levels, attempt.step, nvtx=nvtx)
+        fitted = attempt.session.profiling.begin(window, levels, attempt.step, nvtx=nvtx)
         if fitted != window:
             tell(f"the run has too few steps for {window}: recording {fitted}")
         for _ in attempt.steps():
-            if attempt.profiling.is_done:
+            if attempt.session.profiling.is_done:
                 attempt.stop("the profile window was recorded")
     if attempt.outcome == "interrupted":
         raise KeyboardInterrupt

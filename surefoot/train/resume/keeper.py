@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from surefoot.components import checkpoint
 from surefoot.components.checkpoint import Commit, Content, SaveResult, Stamp
+from surefoot.components.profiler.phases.clock import CHECKPOINT
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract import commits, digest, events, manifest
 from surefoot.contract.manifest import Manifest
@@ -25,8 +26,7 @@ from surefoot.train import environment
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.noticed.attribute_notes import AttributeNotes
 from surefoot.train.resume import same
-from surefoot.train.resume.full_disk import Patience, RoomMaker, list_steps
-from surefoot.train.resume.slow_save import SaveRhythm
+from surefoot.train.resume.disk_trouble import Patience, RoomMaker, SaveRhythm, list_steps
 from surefoot.train.resume.state import LiveState
 from surefoot.train.resume.state_files import CLOCK
 
@@ -63,7 +63,9 @@ class CheckpointManager:
         )
         self._keep_every, self._keep_every_s = _milestones(assembly, table.keep_every)
         self._state = LiveState(assembly)
-        ranks = assembly.engine.stepper.ranks
+        self._is_copying = False  # weights and optimizer state, for a save in the background
+        assembly.engine.steps.observers.before_update.append(self._before_update)
+        ranks = assembly.engine.steps.collectives.ranks
         self._all_save = ranks is not None and ranks.sharded is not None  # each its rows
         self._store = None if table.store is None else checkpoint.Store(table.store)
         self._store_troubles: list[StorageError] = []
@@ -247,7 +249,7 @@ class CheckpointManager:
             and not self._all_save
             and self._saver.begin(content, moving)
         ):
-            self._assembly.engine.stepper.before_update = self.before_update
+            self._is_copying = True
             if copied:
                 self.before_update()
         else:
@@ -340,7 +342,13 @@ class CheckpointManager:
     def before_update(self) -> None:
         """Wait until weights and optimizer state are copied; called before the optimizer step."""
         self._saver.before_update()
-        self._assembly.engine.stepper.before_update = None
+        self._is_copying = False
+
+    def _before_update(self) -> None:
+        """Wait for the copies of a save; an observer of each step."""
+        if self._is_copying:
+            self._assembly.engine.steps.clock.switch(CHECKPOINT)
+            self.before_update()
 
     def settle(self, tell: Callable[[SaveResult], None], *, wait: bool = False) -> None:
         """Report the result of the background save if it is done; with `wait`, wait for it."""

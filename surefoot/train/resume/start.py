@@ -25,10 +25,10 @@ from surefoot.core.units import name_some
 from surefoot.runtime.comm.group import ALONE
 from surefoot.train import environment
 from surefoot.train.assemble import Assembly
-from surefoot.train.folder import Chosen
 from surefoot.train.resume import same
 from surefoot.train.resume.program import Program, late_modules_after, tell_commit, tell_versions
 from surefoot.train.resume.state import LiveState
+from surefoot.train.session.folder import Chosen
 
 if TYPE_CHECKING:
     from surefoot.train.resume.changes import Change
@@ -77,7 +77,7 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
     """
     from surefoot.train.resume import changes
 
-    ranks = assembly.engine.stepper.ranks
+    ranks = assembly.engine.steps.collectives.ranks
     group = ALONE if ranks is None else ranks.group
     commit = same.open_same(group, start.run, start.step)
     parent = {

@@ -71,7 +71,7 @@ class LiveState:
             for name, parameter in named
             for each in (parameter, master_of(parameter))
         }
-        ranks = assembly.engine.stepper.ranks
+        ranks = assembly.engine.steps.collectives.ranks
         self._sharded = None if ranks is None else ranks.sharded
         held = {} if self._sharded is None else dict(named)
         self._held = {name: master_of(parameter) for name, parameter in held.items()}
@@ -102,7 +102,7 @@ class LiveState:
 
     @property
     def _ranks(self) -> Ranks | None:
-        return self._assembly.engine.stepper.ranks
+        return self._assembly.engine.steps.collectives.ranks
 
     @property
     def is_shared(self) -> bool:
@@ -312,7 +312,7 @@ class LiveState:
 
     def _attributes(self, task_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the module attributes that have changed since the model was built, detached."""
-        changed = self._assembly.engine.stepper.attributes.find_changed(task_state)
+        changed = self._assembly.engine.attributes.find_changed(task_state)
         stored, self.unsaved_attributes = checkpoint.encode_storable(self._model, changed)
         self.attributes = tuple(stored.get("values", ()))
         return {"attributes": stored} if stored else {}

@@ -27,12 +27,12 @@ from surefoot.core.ranks.pieces import check_virtual
 from surefoot.core.units import Duration
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.runtime.comm.mesh import Mesh, lay_out
-from surefoot.train import folder
 from surefoot.train.assemble import Assembly
 from surefoot.train.environment import find_device
-from surefoot.train.folder import Chosen
 from surefoot.train.resume.per_rank import rank_state
 from surefoot.train.resume.program import Program
+from surefoot.train.session import folder
+from surefoot.train.session.folder import Chosen
 
 if TYPE_CHECKING:
     from surefoot.components.data.loader.loader import Loader
@@ -198,7 +198,11 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
     rank_state.check_words(assembly.task, assembly.spec)
     if group.is_alone:
         return
-    source, feed, ranks = assembly.feed.source, assembly.feed, assembly.engine.stepper.ranks
+    source, feed, ranks = (
+        assembly.feed.source,
+        assembly.feed,
+        assembly.engine.steps.collectives.ranks,
+    )
     tried = assembly.tried
     judged = None if tried is None else assembly.evaluation(tried.split)
     facts = {
@@ -309,7 +313,7 @@ def release_other_ranks(group: Group, assembly: Assembly) -> Callable[[], None]:
     """
     if group.is_first:
         group.from_first("begun")
-    ranks = assembly.engine.stepper.ranks
+    ranks = assembly.engine.steps.collectives.ranks
     return (lambda: None) if ranks is None else ranks.close
 
 
@@ -359,7 +363,7 @@ def find_data(assembly: Assembly, number: int, *, accept: bool) -> str:
     Raises OtherDataError if they differ and `accept` is false.
     """
     try:
-        assembly.engine.stepper.loader.seek(number)
+        assembly.engine.steps.reader.loader.seek(number)
     except OtherDataError as error:
         if accept:
             return error.message

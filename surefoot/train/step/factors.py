@@ -9,18 +9,90 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from surefoot.contract.task import Batch, ResolvedTask, Term
+from surefoot.components.data.feed import Feed
+from surefoot.contract.task import Batch, Loss, ResolvedTask, Term
 from surefoot.core.errors import TaskError
-from surefoot.train.step.counts import Count, check_count
 
 if TYPE_CHECKING:
     from surefoot.components.precision.scaler import LossScaler
-    from surefoot.train.step.ranks import Ranks
+    from surefoot.train.step.collectives import Collectives
+
+Count = float | Tensor
+
+
+def check_count(name: str, count: Count) -> None:
+    """Raise TaskError unless the count of a term is finite and at least 0."""
+    if not 0 <= float(count) < math.inf:
+        raise TaskError(
+            (
+                f"the count of the loss term {name!r} must be finite and at least 0; got "
+                f"{float(count):g}"
+            ),
+            hint="pass the number of items that the loss is summed over",
+        )
+
+
+def check_gathered(
+    counts: Mapping[str, float] | float, mine: Mapping[str, tuple[Tensor, Count, float]]
+) -> None:
+    """Raise TaskError if a loss counts items of all ranks, although `counts(batch)` does not.
+
+    Such a loss gathers the rows of all ranks, and each rank counts all of them. `counts` and `mine`
+    (total, count and weight of each term) are sums over all ranks.
+    """
+    for name, (_, count, _) in mine.items():
+        said = counts.get(name) if isinstance(counts, Mapping) else counts
+        if said is not None and said != float(count):
+            raise TaskError(
+                f"counts(batch) returns {said:g} on all ranks for the "
+                f"term {name}, whose loss counts {float(count):g}",
+                hint=(
+                    "sum and count only the rows of this rank in the loss, or remove counts(batch)"
+                ),
+            )
+
+
+def check_splittable(
+    name: str, loss: Loss, counts_are_known: bool, feed: Feed, *, joins_ranks: bool = False
+) -> None:
+    """Raise TaskError for a loss that may not be split over microbatches and ranks.
+
+    `name` is the name of the update. `feed` says by which settings the batch is split. With
+    `joins_ranks`, each rank has one microbatch, and the loss gathers the microbatches of all ranks.
+    """
+    if not loss.additive and not joins_ranks:
+        raise TaskError(
+            f"the loss of update {name} is not additive and cannot be split",
+            hint=_how_to_train_whole(feed)
+            + "; on several ranks, compare the samples that surefoot.all_gather returns",
+        )
+    if len(loss.terms) > 1 and not counts_are_known:
+        terms = ", ".join(term.name for term in loss.terms)
+        wanted = ", ".join(term.name for term in loss.terms if not term.fixed)
+        raise TaskError(
+            f"the terms {terms} have counts that are not known before the forward pass",
+            hint=(
+                "add counts(batch) -> {term: count} to the task "
+                f"(of {wanted}), or {_how_to_train_whole(feed)}"
+            ),
+        )
+
+
+def _how_to_train_whole(feed: Feed) -> str:
+    """Return how to change the settings so that a batch is not split."""
+    ways = {
+        "leave train.microbatch out": feed.has_microbatches,
+        "train on one rank": feed.share.size > 1,
+        "leave layout.virtual_ranks out": feed.share.pieces is not None,
+    }
+    chosen = [way for way, applies in ways.items() if applies]
+    return " and ".join(chosen) or "leave memory.on_oom out"
+
 
 MAX_CONSTANTS = 1000
 Counts = Mapping[str, float] | float | None  # of the global batch; None if they are not known
@@ -33,44 +105,17 @@ class LossFactors:
         self._task, self._device, self._scaler = task, device, scaler
         self._moves = device.type != "cpu"
         self._constants: dict[tuple[float, torch.dtype], Tensor] = {}
-        self.num_microbatches = 1  # of the step, on all ranks
 
-    def known_counts(self, batches: list[Batch], ranks: Ranks | None, update: str = "") -> Counts:
+    def known_counts(
+        self, batches: list[Batch], collectives: Collectives, update: str = ""
+    ) -> Counts:
         """Return the item counts of the global batch, or None if only the loss can give them.
 
         Returns None for one microbatch on one rank too, since its loss has the global counts.
         """
-        if self._task.counts is None or (len(batches) == 1 and ranks is None):
+        if self._task.counts is None or not (collectives.splits or len(batches) > 1):
             return None
-        counted: list[Any] = [self._task.counts(batch) for batch in batches]
-        if ranks is not None:
-            return self._counts_of_all(ranks, update, counted)
-        if isinstance(counted[0], Mapping):
-            return {name: float(sum(each[name] for each in counted)) for name in counted[0]}
-        return float(sum(counted))
-
-    @staticmethod
-    def _counts_of_all(
-        ranks: Ranks, update: str, counted: list[Any]
-    ) -> Mapping[str, float] | float:
-        """Return the counts summed over all ranks; a rank may have no batch.
-
-        Raises TaskError for a fractional count with `layout.virtual_ranks`.
-        """
-        rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
-        names = rows[0] if rows else {}
-        if ranks.is_exact and not all(
-            float(value).is_integer() for row in rows for value in row.values()
-        ):
-            raise TaskError(
-                "counts(batch) returned a fractional count, but the sum of fractions "
-                "depends on their order",
-                hint="return whole counts, or leave layout.virtual_ranks out",
-            )
-        found = ranks.totals.add_counts(
-            update, [(name, float(sum(row[name] for row in rows))) for name in names]
-        )
-        return found[""] if list(found) == [""] else found
+        return collectives.sum_counts(update, [self._task.counts(batch) for batch in batches])
 
     def mean_factor(
         self, totals: Mapping[str, tuple[Tensor, Count, float]], scale: float | None
@@ -119,17 +164,17 @@ class LossFactors:
             else counts
         )
 
-    def of(self, term: Term, counts: Counts, scale: float | None) -> Tensor:
+    def of(self, term: Term, counts: Counts, scale: float | None, num_microbatches: int) -> Tensor:
         """Return the gradient of the total of `term`, with which its backward pass starts.
 
         It is weight / global count, or weight * `scale` if the count is not known. With fp16 it
-        includes the loss scale.
+        includes the loss scale. `num_microbatches` is the number of the step on all ranks.
         """
         total = term.total
         if scale is not None:
             return self._scaled(self._constant(term.weight * scale, total))
         if term.fixed:  # counts once per step: each microbatch adds an equal share
-            count: Count = term.count * self.num_microbatches
+            count: Count = term.count * num_microbatches
         else:
             count = (
                 term.count

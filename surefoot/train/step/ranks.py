@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,29 @@ from surefoot.components.parallel.shard import Sharded
 from surefoot.components.parallel.sync_norm import SyncNorm
 from surefoot.components.parallel.totals import Row, Totals
 from surefoot.components.parallel.wires import NONE, Compression
+from surefoot.components.profiler.phases.clock import COMMUNICATION, OPTIMIZER, PhaseClock
 from surefoot.contract.state import leaf_of, master_of
-from surefoot.contract.task import Batch
-from surefoot.core.errors import NumbersError
+from surefoot.core.errors import NumbersError, TaskError
+from surefoot.runtime.comm.gathered import Gathering
 from surefoot.runtime.comm.group import Group
 from surefoot.train.step.pace import Paces
 
 if TYPE_CHECKING:
-    from surefoot.train.step.update import LiveUpdate
+    from surefoot.components.optim.buffers import LiveBuffers
+    from surefoot.train.step.program import LiveUpdate, StepDone, StepInput
 
 
 class Ranks:
     """Collective parts of a step; every rank must call the same methods in the same order."""
+
+    splits = True
 
     def __init__(
         self,
         group: Group,
         model: nn.Module,
         updates: Sequence[LiveUpdate],
+        clock: PhaseClock,
         *,
         sharded: Sharded | None = None,
         joins_buffers: bool = True,
@@ -46,7 +51,7 @@ class Ranks:
         self._virtual = None if num_virtual is None else VirtualRanks(num_virtual, group)
         self._ordered: list[OrderedGradientSum] = []
         self._rows: list[dict[str, Row]] = []  # loss terms of each finished virtual rank
-        self.group = group
+        self.group, self._clock = group, clock
         self._updates = updates
         self._model = model
         self.sharded = sharded
@@ -111,21 +116,29 @@ class Ranks:
         ]
         self._ordered = [OrderedGradientSum(each) for each in leaves] if is_exact else []
 
-    def step(self, number: int) -> None:
+    @property
+    def ranks(self) -> Self:
+        return self
+
+    @property
+    def size(self) -> int:
+        return self.group.size
+
+    def begin_reading(self, number: int) -> None:
         """Record the start of step `number`, before its samples are requested."""
         self.paces.begin()
         if self.group.flight is not None:
             self.group.flight.step(number)
 
-    def microbatch(self, position: int) -> None:
-        """Record that the forward pass of the microbatch at `position` starts."""
+    def begin_pass(self, position: int) -> None:
+        """Record that the forward pass of microbatch `position` of the step starts."""
         if self.group.flight is not None:
             self.group.flight.microbatch(position)
 
-    def begin(self, num_samples: int, batches: Sequence[Batch]) -> None:
-        """Start the computation of a step with `num_samples` samples of this rank in `batches`."""
-        self.paces.ready(num_samples, batches)
-        self._mine, self._was_told = num_samples, False
+    def begin(self, given: StepInput) -> None:
+        """Start the computation of a step."""
+        self.paces.ready(given.num_samples, given.batches)
+        self._mine, self._was_told = given.num_samples, False
         if self.sharded is not None:
             self.sharded.begin()
         self.buffers.keep()
@@ -133,23 +146,34 @@ class Ranks:
         for each in self._sync_norms:
             each.group = self.group
 
+    def begin_next_update(self) -> None:
+        """Prepare the buffers for another update of the same step."""
+        self.buffers.between()
+
     @property
     def is_exact(self) -> bool:
         """True if sums are computed in the fixed order of `layout.virtual_ranks`."""
         return self._virtual is not None
 
-    def open(self, index: int, first: int, num_microbatches: int) -> None:
-        """Start the forward and backward passes of update `index`.
+    def begin_passes(self, index: int, given: StepInput) -> int:
+        """Start the passes of update `index`; return how many placeholder passes must follow.
 
-        This rank starts at microbatch `first` of `num_microbatches` on all ranks.
+        In stages 2 and 3, which gather weights in each pass, every rank runs the same number.
         """
         self.renorms.keep()
         if self._virtual is not None:
-            self._virtual.begin(num_microbatches)
+            self._virtual.begin(given.num_microbatches)
             self._rows = []
-            self.passed(index, first, {})
+            self.end_pass(index, given.first, {})
+        if not self.is_even:
+            return 0
+        return -(-given.num_microbatches // self.group.size) - len(given.batches)
 
-    def arm(self, index: int) -> None:
+    def gathering(self) -> Gathering:
+        """Return the context of the passes, in which `surefoot.all_gather` communicates."""
+        return Gathering(self.group)
+
+    def begin_last_backward(self, index: int) -> None:
         """Start to reduce gradients while the last backward pass computes them.
 
         Has no effect with `layout.virtual_ranks`.
@@ -157,24 +181,25 @@ class Ranks:
         if self._virtual is None:
             self.replicas[index].arm()
 
-    def passed(self, index: int, done: int, mine: dict[str, Row]) -> None:
+    def end_pass(self, index: int, done: int, totals: dict[str, Row]) -> None:
         """Record that this rank's microbatches up to number `done` of the step are done.
 
-        `mine` holds the loss terms of the current virtual rank; it is cleared when all microbatches
-        of this virtual rank are done.
+        `totals` holds the loss terms of the current virtual rank; it is cleared when all
+        microbatches of this virtual rank are done.
         """
         for _ in range(0 if self._virtual is None else self._virtual.count_over(done)):
             self._ordered[index].end_one()
             self.buffers.end_one()
-            self._rows.append(dict(mine))
-            mine.clear()
+            self._rows.append(dict(totals))
+            totals.clear()
 
-    def add_up(self, index: int, mine: Mapping[str, Row]) -> dict[str, Row]:
+    def reduce(self, index: int, totals: Mapping[str, Row]) -> dict[str, Row]:
         """Return the loss terms of update `index` summed over all ranks.
 
         The gradient reduction is finished too, except if the gradients must be multiplied by a
         factor first: then `finish` does it.
         """
+        self._clock.switch(COMMUNICATION)
         if not self._was_told:
             self.paces.end_passes()
         if self._virtual is not None:
@@ -182,7 +207,27 @@ class Ranks:
         if not self.replicas[index].asks_factor:
             self.replicas[index].finish()
         self.renorms.join()
-        return self.add(self.names[index], mine)
+        return self.add(self.names[index], totals)
+
+    def sum_counts(self, update: str, counted: Sequence[Any]) -> Mapping[str, float] | float:
+        """Return the counts summed over all ranks; a rank may have no batch.
+
+        Raises TaskError for a fractional count with `layout.virtual_ranks`.
+        """
+        rows = [each if isinstance(each, Mapping) else {"": each} for each in counted]
+        names = rows[0] if rows else {}
+        if self.is_exact and not all(
+            float(value).is_integer() for row in rows for value in row.values()
+        ):
+            raise TaskError(
+                "counts(batch) returned a fractional count, but the sum of fractions "
+                "depends on their order",
+                hint="return whole counts, or leave layout.virtual_ranks out",
+            )
+        found = self.totals.add_counts(
+            update, [(name, float(sum(row[name] for row in rows))) for name in names]
+        )
+        return found[""] if list(found) == [""] else found
 
     def finish(self, index: int, factor: float | Tensor) -> None:
         """Finish the reduction of gradients that must be multiplied by `factor` first."""
@@ -209,16 +254,23 @@ class Ranks:
             self.paces.count(rows)
         return found
 
-    def end(self, number: int) -> None:
-        """Finish the collectives of a step after all of its updates."""
+    def end(self, done: StepDone, buffers: LiveBuffers) -> None:
+        """Finish the collectives of a step; `buffers` are restored if it was skipped."""
+        for update, _, applied in done.updates:  # what was not sent of the gradients
+            self.replicas[self.names.index(update.name)].keep(applied.was_applied)
+        self._clock.switch(COMMUNICATION)
         if not self._was_told:
             self.paces.end_passes()
             self.add("", {})
         if self.sharded is not None:
             self.sharded.end()
         self.buffers.join()
+        if done.was_applied is not True:
+            buffers.restore_unless(done.was_applied)
+        self.check(done.given.number, done.was_applied)
+        self._clock.switch(OPTIMIZER)
 
-    def look(self, number: int, applied: bool | Tensor) -> None:
+    def check(self, number: int, applied: bool | Tensor) -> None:
         """Check weights and buffers after a step that was applied or skipped.
 
         Raises NumbersError if this rank's weights differ from those of its replicas, if weights are
@@ -239,6 +291,15 @@ class Ranks:
             self._check_finite()
         if is_due:
             self._check_alike(number)
+
+    def end_step(self, given: StepInput) -> int:
+        """Record the end of a step; return its number of samples on all ranks."""
+        self.paces.end()
+        return self.num_samples
+
+    def scaled_by(self, given: StepInput) -> int:
+        """Return a number of samples near the item count of the step, equal on all ranks."""
+        return given.num_drawn
 
     def _check_finite(self) -> None:
         held = [(name, master_of(each)) for name, each in self._model.named_parameters()]
@@ -269,16 +330,6 @@ class Ranks:
     def is_even(self) -> bool:
         """True if all ranks must run the same number of forward passes."""
         return self.sharded is not None and self.sharded.is_even
-
-    def num_passes(self, num_own: int, num_all: int) -> int:
-        """Return the number of passes that this rank runs in a step.
-
-        The rank has `num_own` of `num_all` microbatches. In stages 2 and 3, which gather weights in
-        each pass, every rank runs the same number.
-        """
-        if not self.is_even:
-            return num_own
-        return -(-num_all // self.group.size)
 
     def _join_norm(self, norm: Tensor) -> Tensor:
         """Return the norms over the rows of all ranks; `norm` holds those over this rank's rows."""

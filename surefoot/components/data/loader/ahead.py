@@ -5,18 +5,15 @@ They run on a separate CUDA stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from surefoot.components.data.feed import to_device
-from surefoot.components.data.loader.batches import StepBatches
+from surefoot.components.data.loader.batches import Peek, StepBatches
 from surefoot.contract.task import Batch
 from surefoot.runtime.nested_tensors import map_tensors
-
-Peek = Callable[[int], StepBatches | None]
 
 
 class Ahead:
@@ -28,7 +25,8 @@ class Ahead:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        make_stream: Any = torch.cuda.Stream
+        self._stream: Any = make_stream(device) if device.type == "cuda" else None
         self._copied: tuple[int, list[Batch]] | None = None
         # the sources of copies in progress must stay in memory
         self._leaving: list[tuple[Any, StepBatches]] = []

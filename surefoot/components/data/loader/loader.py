@@ -20,7 +20,13 @@ import numpy as np
 
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.bad import BadRecords, ReadResult
-from surefoot.components.data.loader.batches import StepBatches, bytes_of
+from surefoot.components.data.loader.batches import (
+    Kind,
+    LoaderNotice,
+    LoaderSettings,
+    StepBatches,
+    bytes_of,
+)
 from surefoot.components.data.loader.jobs import Job, Reader, streams_of_epoch
 from surefoot.components.data.loader.pilot import (
     STARVES,
@@ -30,7 +36,6 @@ from surefoot.components.data.loader.pilot import (
     WorkerTiming,
     WorkerTuner,
 )
-from surefoot.components.data.loader.settings import Kind, LoaderNotice, LoaderSettings
 from surefoot.components.data.sources.batch_digest import check_content
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Source

@@ -113,6 +113,27 @@ def as_source(given: Any) -> Source:
     """
     if isinstance(given, Source) and not isinstance(given, type):
         return given
+    if (arrays := _as_arrays(given)) is not None:
+        return arrays
+    # an IterableDataset may have a length, and no items
+    if isinstance(given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset):
+        return Iterated(given)
+    if not isinstance(given, tuple(INSTEAD)) and not hasattr(given, "__fspath__"):
+        if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
+            return TorchDataset(given)
+        if isinstance(given, Iterable):
+            return Iterated(given)
+    raise DataError(
+        (
+            f"data() of the task returned {given!r:.80}, a {type(given).__name__}, which is "
+            "not a source of samples"
+        ),
+        hint=_hint_source(given),
+    )
+
+
+def _as_arrays(given: Any) -> Arrays | None:
+    """Return tensors, arrays, series and frames as a source; None for other values."""
     if isinstance(given, torch.utils.data.Subset) and is_pandas(given.dataset):
         given = cast(Any, given.dataset).iloc[list(given.indices)]
     if is_pandas(given) and hasattr(given, "columns"):
@@ -126,30 +147,7 @@ def as_source(given: Any) -> Source:
         isinstance(given, Mapping) and all(map(_is_array, given.values()))
     ):
         return Arrays(**_check_mapping(given))
-    # an IterableDataset may have a length, and no items
-    if isinstance(given, torch.utils.data.DataLoader | torch.utils.data.IterableDataset):
-        return Iterated(given)
-    refuse = isinstance(given, tuple(INSTEAD)) or hasattr(given, "__fspath__")
-    if not refuse and hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-        return TorchDataset(given)
-    if not refuse and isinstance(given, Iterable):
-        return Iterated(given)
-    missing = [name for name in SOURCE_HAS if not hasattr(given, name)]
-    hint = next((hint for kind, hint in INSTEAD.items() if isinstance(given, kind)), None)
-    if hasattr(given, "__fspath__"):
-        hint = INSTEAD[str]
-    elif hint is None and callable(getattr(given, "read", None)):
-        hint = (
-            "a source also has "
-            f"{', '.join([*missing, '__len__'] if not hasattr(given, '__len__') else missing)}"
-        )
-    raise DataError(
-        (
-            f"data() of the task returned {given!r:.80}, a {type(given).__name__}, which is "
-            "not a source of samples"
-        ),
-        hint=hint or "give a Source, tensors, a map-style dataset or an iterable of batches",
-    )
+    return None
 
 
 def _is_array(given: Any) -> bool:
@@ -202,6 +200,19 @@ def _check_samples(given: Any) -> None:
             hint="return its columns: "
             "{name: table[name].to_numpy() for name in table.schema.names}",
         )
+
+
+def _hint_source(given: Any) -> str:
+    """Return what to give in place of a value that is not a source."""
+    if hasattr(given, "__fspath__"):
+        return INSTEAD[str]
+    for kind, hint in INSTEAD.items():
+        if isinstance(given, kind):
+            return hint
+    if callable(getattr(given, "read", None)):
+        missing = [name for name in (*SOURCE_HAS, "__len__") if not hasattr(given, name)]
+        return f"a source also has {', '.join(missing)}"
+    return "give a Source, tensors, a map-style dataset or an iterable of batches"
 
 
 def _check_mapping(given: Mapping[Any, Any]) -> Mapping[str, ArrayLike]:

@@ -81,9 +81,9 @@ class Tars:
         self.parts, self.transform = parts, transform
         below = whole_path(cache) if cache else cache_folder() / "tars"
         self._remote = remote = find_remote(paths, cache)
-        named = [paths] if isinstance(paths, str | Path) else paths
+        named: Any = [paths] if isinstance(paths, str | Path) else paths
         self.index: Index = (
-            open_index([whole_path(path) for path in named], below, tell=tell)  # type: ignore[union-attr]
+            open_index([whole_path(path) for path in named], below, tell=tell)
             if remote is None
             else open_remote(remote, tell=tell)
         )

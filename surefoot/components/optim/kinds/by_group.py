@@ -49,7 +49,9 @@ class ByGroup(Optimizer, ABC):
                     raise SpecError(f"{name} is {value!r}", hint=f"use a finite number: {allowed}")
         super().add_param_group(param_group)
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient, and return the loss of `closure`.
 
         `closure` computes the loss again before the update. Without it, None is returned.

@@ -95,7 +95,9 @@ class FlatMuon(Optimizer):
             )
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter that has a gradient, and return the loss of `closure`.
 
         `closure` computes the loss again before the update. Without it, None is returned.

@@ -246,7 +246,8 @@ class _GatheredParameters:
             if name in self._seen or not is_split or not parameter.requires_grad:
                 continue
             self._seen.add(name)
-            parameter.register_hook(partial(_call_before, self._sharded[name]))  # type: ignore[no-untyped-call]
+            register: Any = parameter.register_hook
+            register(partial(_call_before, self._sharded[name]))
             parameter.register_post_accumulate_grad_hook(
                 partial(self._call_after, self._sharded[name])
             )  # type: ignore[no-untyped-call]

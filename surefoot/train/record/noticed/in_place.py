@@ -11,6 +11,7 @@ from surefoot.contract.state import StepReport
 from surefoot.contract.task import Batch
 from surefoot.train.assemble import Assembly
 from surefoot.train.record.telling import Telling
+from surefoot.train.step.program import Observers
 
 NUM_WATCHED = 2  # steps; the first batch of an iterable may be a copy from the checks
 
@@ -23,30 +24,33 @@ class WatchedForWrites:
     """
 
     def __init__(
-        self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling
+        self,
+        step: Callable[[int], StepReport],
+        assembly: Assembly,
+        telling: Telling,
+        observers: Observers,
     ) -> None:
-        self._step, self._telling, self._stepper = step, telling, assembly.engine.stepper
+        self._step, self._telling = step, telling
         self._what = in_place.describe("the forward pass")
         is_known = any(warning.startswith(self._what) for warning in assembly.warnings)
         self._lent = in_place.InPlaceWriteCheck(assembly.feed.source)
-        self._num_left = 0 if is_known else NUM_WATCHED
+        self._num_left, self._is_watched = 0 if is_known else NUM_WATCHED, False
+        if self._num_left:
+            observers.batch_read.append(self._see)
+
+    def _see(self, batch: Batch) -> None:
+        if self._is_watched:
+            self._lent.lend(batch)
 
     def __call__(self, number: int) -> StepReport:
         if not self._num_left:
             return self._step(number)
         self._num_left -= 1
-        lent, before = self._lent, self._stepper.saw
-
-        def see(batch: Batch) -> None:
-            lent.lend(batch)
-            if before is not None:
-                before(batch)
-
-        self._stepper.saw = see
+        self._is_watched = True
         try:
             report = self._step(number)
         finally:
-            self._stepper.saw = before
-        if lent.was_data_changed():
+            self._is_watched = False
+        if self._lent.was_data_changed():
             self._telling.fault(GuardFault(number, "changed-data", in_place.HINT, self._what))
         return report

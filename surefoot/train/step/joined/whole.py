@@ -22,9 +22,9 @@ from surefoot.contract.spec import CompileTable, RunSpec
 from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, TaskError
-from surefoot.train.step.arithmetic import UpdateRule, move
 from surefoot.train.step.hooks import hooks_of_modules
-from surefoot.train.step.update import LiveUpdate, can_apply
+from surefoot.train.step.joined.arithmetic import UpdateRule, move
+from surefoot.train.step.program import LiveUpdate, can_apply
 
 KEY = 'compile.what = "step"'
 NAME = "the whole step"

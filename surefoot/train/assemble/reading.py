@@ -13,11 +13,10 @@ import torch
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import WHOLE, Feed, Share
 from surefoot.components.data.lengths import check_ramp
-from surefoot.components.data.loader.ahead import Ahead
+from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings, make_copier
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import find_most
-from surefoot.components.data.loader.settings import LoaderNotice, LoaderSettings
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.data.sources.wrapped import as_source
 from surefoot.contract import signature
@@ -229,11 +228,11 @@ def read_once(
     if spec.data.on_bad == "skip":
         loader.skip_bad(spec.data.max_bad)
     loader.tell = lambda told: tell(told) if told.kind in ("worker", "bad-record", "data") else None
-    ahead = Ahead(device)
+    copy = make_copier(device)
     with contextlib.closing(loader):
         for number in range(1, steps + 1):
             taken = loader.take(number)
-            for inputs in ahead.take(taken, loader.peek):
+            for inputs in copy(taken, loader.peek):
                 if isinstance(source, Iterated):
                     yield (
                         inputs,

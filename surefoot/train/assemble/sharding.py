@@ -19,14 +19,15 @@ from surefoot.components.parallel.shard import Sharded
 from surefoot.components.parallel.shard.fully import FullySharded
 from surefoot.components.parallel.shard.state import ShardedState
 from surefoot.components.parallel.wires import Compression
+from surefoot.components.profiler.phases.clock import PhaseClock
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, SpecError
 from surefoot.core.units import parse_bytes
 from surefoot.runtime.attributes.rewritten import find_rewritten
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import Mesh
+from surefoot.train.step.program import LiveUpdate
 from surefoot.train.step.ranks import Ranks
-from surefoot.train.step.update import LiveUpdate
 
 # update rules that are elementwise: rows of a tensor are updated as in the whole tensor
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax")
@@ -169,6 +170,7 @@ def make_ranks(
     updates: Sequence[LiveUpdate],
     sharded: Sharded | None,
     course: Intervals,
+    clock: PhaseClock,
 ) -> Ranks:
     """Return the collective parts of a step as the [layout] table configures them.
 
@@ -193,6 +195,7 @@ def make_ranks(
         group,
         model,
         updates,
+        clock,
         sharded=sharded,
         joins_buffers=table.sync_buffers,
         compress=compress,

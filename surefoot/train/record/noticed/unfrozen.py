@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any, final
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from surefoot.components.optim.build import build as build_optimizer
 from surefoot.components.optim.build import table_of
 from surefoot.components.optim.groups import GroupedParameter, build_groups, find_trained
-from surefoot.contract.state import leaf_of
+from surefoot.contract.state import StepReport, leaf_of
 from surefoot.core.errors import UserCodeError
 from surefoot.core.units import name_some, parse_bytes
 
 if TYPE_CHECKING:
     from surefoot.train.assemble import Assembly
+    from surefoot.train.record.telling import Telling
 
 MAX_NAMED = 3
 FROM_START = (
@@ -143,12 +144,12 @@ def _pronoun(names: Sequence[str]) -> str:
 
 def _reason_against(assembly: Assembly) -> str:
     """Return why a run cannot train additional parameters; "" if it can."""
-    spec, task, ranks = assembly.spec, assembly.task, assembly.engine.stepper.ranks
+    spec, task, ranks = assembly.spec, assembly.task, assembly.engine.steps.collectives.ranks
     reasons = {
         "the task defines updates": task.updates is not None,
         "the task defines parameter_groups": task.parameter_groups is not None,
         "memory.update_in_backward is on": spec.memory.update_in_backward,
-        'compile.what is "step"': assembly.engine.stepper.whole is not None,
+        'compile.what is "step"': assembly.engine.steps.whole is not None,
         "layout.shard splits only the parameters that were trained at the start": ranks is not None
         and ranks.sharded is not None,
         "precision.weights makes master weights only at the start": spec.precision.weights
@@ -164,7 +165,7 @@ def _extend(assembly: Assembly, new: set[int]) -> None:
     (update,) = assembly.updates
     update.guarded.extend(_build(assembly, trained))
     average = assembly.engine.average
-    ranks = assembly.engine.stepper.ranks
+    ranks = assembly.engine.steps.collectives.ranks
     table = assembly.spec.layout
     if average is not None:
         average.add([each.parameter for each in trained])
@@ -197,3 +198,42 @@ def _build(
             hint=FROM_START,
         )
     return (made,)
+
+
+# steps after which all modules are checked: some layers are created in the first forward pass
+NUM_LOOKED_AT = 2
+
+
+@final
+class Unfreezing:
+    """Step function that starts to train parameters that the user's loop has unfrozen.
+
+    Frozen parameters are checked before each step. All modules are checked in the first steps and
+    after each log interval.
+    """
+
+    def __init__(
+        self, step: Callable[[int], StepReport], assembly: Assembly, telling: Telling
+    ) -> None:
+        self._step, self._assembly, self._telling = step, assembly, telling
+        self._frozen = assembly.trained.frozen()
+        self._ends_window = assembly.course.rhythm(assembly.spec.observe.every)
+        self._num_left, self._num_told = NUM_LOOKED_AT, len(assembly.trained.unfrozen)
+
+    def __call__(self, number: int) -> StepReport:
+        trained = self._assembly.trained
+        is_look = self._num_left or self._ends_window(number - 1)
+        if (is_look and trained.has_changed()) or (
+            self._frozen and any(each.requires_grad for each in self._frozen)
+        ):
+            trained.take_new(self._assembly)
+            self._frozen = trained.frozen()
+        self._num_left = max(0, self._num_left - 1)
+        if len(trained.unfrozen) > self._num_told:  # a save may have added them
+            for names in trained.unfrozen[self._num_told :]:
+                self._telling.say(
+                    f"step {number}: {len(names)} parameters that were frozen are "
+                    f"trained from this step on, the first is {names[0]}"
+                )
+            self._num_told = len(trained.unfrozen)
+        return self._step(number)
