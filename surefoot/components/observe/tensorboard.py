@@ -31,7 +31,7 @@ MAX_END_S = 120.0  # for the process to write what is left, on a slow disk
 MAX_ABANDON_S = 2.0  # the same after a failure, which does not wait for plots
 CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from surefoot.components.observe.tensorboard import main; sys.exit(main(sys.argv[2]))"
+    f"from {__name__} import main; sys.exit(main(sys.argv[2]))"
 )
 
 

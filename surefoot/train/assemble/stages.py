@@ -85,15 +85,15 @@ class Build:
     given: Any  # the task object, or None for the task that the spec names
     mesh: Mesh
     better: Better | None
-    notes: list[str] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    recomputed: RecomputeHandle | None = None
-    tried: Evaluation | None = None
-    unshared: set[str] = field(default_factory=set)  # metrics that ranks cannot send
-    sharded: Sharded | None = None
-    compiled: CompiledRegions | None = None
-    noise: GradientNoise | None = None
+    notes: list[str] = field(init=False, default_factory=list)
+    told: list[str] = field(init=False, default_factory=list)
+    warnings: list[str] = field(init=False, default_factory=list)
+    recomputed: RecomputeHandle | None = field(init=False, default=None)
+    tried: Evaluation | None = field(init=False, default=None)
+    unshared: set[str] = field(init=False, default_factory=set)  # metrics that ranks cannot send
+    sharded: Sharded | None = field(init=False, default=None)
+    compiled: CompiledRegions | None = field(init=False, default=None)
+    noise: GradientNoise | None = field(init=False, default=None)
     device: torch.device = field(init=False)
     task: ResolvedTask = field(init=False)
     source: Source = field(init=False)

@@ -104,11 +104,7 @@ def check(assembly: Assembly) -> list[str]:
                 )
                 assembly.warnings.extend(found)
         if splits:
-            from surefoot.train.preflight import between_microbatches
-
-            assembly.warnings.extend(
-                between_microbatches.check(assembly, batch, len(ids), trials.training_only)
-            )
+            assembly.warnings.extend(_check_between_microbatches(trials, batch, len(ids)))
     assembly.told.extend(_describe_rewritten(assembly))
     if trials.writes and in_place.share_memory(batch, source):
         assembly.warnings.append(f"{in_place.describe('the forward pass')}; {in_place.HINT}")
@@ -121,6 +117,14 @@ def check(assembly: Assembly) -> list[str]:
         _measure_blocks(assembly, read)
         notes.append(recomputed.words)
     return notes
+
+
+def _check_between_microbatches(
+    trials: samples.LossTrials, batch: Batch, size: int
+) -> Sequence[str]:
+    from surefoot.train.preflight import between_microbatches
+
+    return between_microbatches.check(trials.assembly, batch, size, trials.training_only)
 
 
 def _check_in_training_mode(

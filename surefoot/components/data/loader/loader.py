@@ -109,15 +109,11 @@ class Loader:
         taken = self._take(number) if self.settings.workers else self.read(number)
         if taken.bad:
             self._leave_out(taken)
-        if notices := getattr(self._reader.source, "notices", None):
-            self._report_iterable_notices(notices, number)
+        notices = getattr(self._reader.source, "notices", None)
+        while notices:  # of a sequential source about its iterable
+            self.tell(LoaderNotice("data", number, *notices.pop(0)))
         self._watch(number, begun_s, time.perf_counter())
         return taken
-
-    def _report_iterable_notices(self, notices: list[tuple[Any, ...]], number: int) -> None:
-        """Report the notices of a sequential source about its iterable, and remove them."""
-        while notices:
-            self.tell(LoaderNotice("data", number, *notices.pop(0)))
 
     def _take(self, number: int) -> StepBatches:
         if number != self._next:
