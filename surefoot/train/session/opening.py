@@ -162,12 +162,7 @@ def _open(
     )
     tensorboard.begin(lock.generation)
     opened.callback(together.release_other_ranks(group, assembly))
-    console = Console(
-        total_steps=assembly.course.total_steps,
-        unit=assembly.task.unit,
-        quiet=asked.quiet or not group.is_first,  # ranks other than 0 print nothing
-        done_steps=progress.step,
-    )
+    console = _make_console(assembly, progress.step, quiet=asked.quiet or not group.is_first)
     opened.callback(console.close)
     telling = make_telling(assembly, lock.generation, journal, tensorboard, console, progress)
     opened.callback(telling.subscribe(assembly.engine.steps.reader.loader))
@@ -200,6 +195,16 @@ def _open(
     for saved in first:
         session.on_save(saved)
     return session
+
+
+def _make_console(assembly: Assembly, done_steps: int, *, quiet: bool) -> Console:
+    """Return the console of a rank, on which ranks other than 0 print nothing but warnings."""
+    return Console(
+        total_steps=assembly.course.total_steps,
+        unit=assembly.task.unit,
+        quiet=quiet,
+        done_steps=done_steps,
+    )
 
 
 def _resume(

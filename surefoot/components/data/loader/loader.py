@@ -94,9 +94,8 @@ class Loader:
         self._tickets: deque[_SentJob] = deque()  # in the order of the run
         self._given: dict[int, _SentJob] = {}  # serial -> job that a worker still has
         self._jobs: Iterator[Job] = iter(())
-        self._next, self._serial = 0, 0
+        self._next = self._serial = self._in_vain = 0
         self._slowest_s = 0.0  # slowest batch so far
-        self._in_vain = 0
         self.use(settings or LoaderSettings())
 
     def take(self, number: int) -> StepBatches:
