@@ -133,11 +133,10 @@ def _open(
     if asked.start is not None:
         begun = _begin_with(asked.start, chosen, where, progress, assembly, group)
     keeper = CheckpointManager(root, lock, assembly, None if begun is None else begun.parent, group)
-    troubles, first = list[str](), list[SaveResult]()
     if begun is None:
-        troubles = _resume(asked, chosen, keeper, progress, assembly)
+        first, troubles = list[SaveResult](), _resume(asked, chosen, keeper, progress, assembly)
     else:
-        first = _commit_first(begun.step, where(), keeper, progress, assembly, group)
+        first, troubles = _commit_first(begun.step, where(), keeper, progress, assembly, group), []
     home = together.home_of(group, root)
     journal, tensorboard = open_records(
         home, chosen, is_first=group.is_first, wanted=spec.observe.tensorboard, step=progress.step
