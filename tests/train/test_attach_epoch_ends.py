@@ -93,7 +93,7 @@ class Loop:
 
     def kill(self, is_now: bool) -> None:
         if is_now:
-            self.run._record._release_lock()
+            self.run.session.lock.release()
             raise Killed
 
     def end(self) -> tuple[int, list[float]]:
@@ -157,7 +157,8 @@ def test_what_is_saved_in_the_middle_before_break_continues_there(tmp_path: Path
     whole = lead(tmp_path / "whole", shuffled(), None)
     with Loop(tmp_path / "a", shuffled(), save=None).run as run:
         for inputs, labels in run.batches():
-            loop_model, optimizer = run._record._keeper._objects["model"], run._record._optimizers
+            session = run.session
+            loop_model, optimizer = session.keeper._objects["model"], session.optimizers
             loss = F.cross_entropy(loop_model(inputs), labels)
             optimizer[0].zero_grad()
             loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -240,9 +241,10 @@ def test_tensorboard_is_given_up_once_where_the_disk_fills_under_it(
     monkeypatch.setattr("surefoot.components.observe.tensorboard.FIRST_WRITE_S", -1.0)
     how = spec(300, observe={"every": "1 step", "tensorboard": True})
     with (
+        contextlib.ExitStack() as until_the_end,
         Run(how, Small(), folder=tmp_path / "a", quiet=True) as run,
-        mounted(tmp_path / "a" / "tensorboard", "size=1M") as disk,
     ):
+        disk = until_the_end.enter_context(mounted(tmp_path / "a" / "tensorboard", "size=1M"))
         fill(disk, leaving=4096)
         for _ in run.steps():
             pass
