@@ -176,7 +176,7 @@ def loop(folder: Path, data: Any, leave_at: int | None = None) -> dict[int, list
             run.step_done(loss)
             found[run.step] = batch.flatten().tolist()
             if run.step == leave_at:
-                run._record._release_lock()
+                run.session.lock.release()
                 return found
     run.close()
     return found

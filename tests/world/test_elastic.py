@@ -292,7 +292,8 @@ def test_a_command_goes_on_with_the_rank_that_is_left(tmp_path: Path) -> None:
     )
     assert done.stderr.count("all 2 ranks restart, from the start") == 1
     assert done.stderr.count("one rank restarts, from the start") == 1
-    assert sizes(tmp_path / "run")[-1] == 1
+    # the other slot may have a rank again after the last checkpoint
+    assert sizes(tmp_path / "run")[:3] == [2, 2, 1]
     assert consumed.check(tmp_path / "run").holds
     assert processes_of(tmp_path) == []
 
