@@ -47,6 +47,7 @@ class Kind(IntEnum):
     SCATTER = 6
     SWAP = 7
     SEND = 8
+    JOIN = 9
 
     @property
     def words(self) -> str:
@@ -60,6 +61,7 @@ class Kind(IntEnum):
             Kind.SCATTER: "a sum in pieces",
             Kind.SWAP: "an exchange of pieces",
             Kind.SEND: "a message",
+            Kind.JOIN: "the connection of all ranks",
         }[self]
 
     def range(self, num_bytes: int) -> str:

@@ -6,7 +6,6 @@ Hangs of several kinds, planted in real ranks, and named by the supervisor with 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -24,13 +23,10 @@ from torch import Tensor
 from surefoot.contract.task import Loss
 from surefoot.control.diagnose.hang import find_apart, find_hang, is_stalled
 from surefoot.control.launch.looking import parse_stacks
-from surefoot.core import place
 from surefoot.core.flight import BUSY, Flight, Kind, RankSnapshot, Record, make_file, read
-from surefoot.runtime.comm.join import join
 from surefoot.train import run as loop
 from surefoot.train.run import Run
 from tests.world.launched import Supervised, forked, speak
-from tests.world.ranks import run_ranks
 from tests.world.test_launch import environment, processes_of
 from tests.world.test_run import Sentences, spec, train
 
@@ -159,6 +155,10 @@ NAMED = {  # what the verdict says of each kind
     ),
     "dead": ("rank 1 of 2 was ended by SIGKILL",),
     "stopped": ("rank 1 of 2 has not come", "it is stopped (SIGSTOP)"),
+    "stopped at its start": (
+        "rank 0 waits in the connection of all ranks (collective 1) for ",
+        "rank 1 of 2 has not come: rank 1 is before its first step, it is stopped (SIGSTOP)",
+    ),
     "network": (
         "all 2 ranks are in the sum of gradients of ",
         "the network between them is cut, or too slow",
@@ -200,6 +200,8 @@ def test_what_holds_up_the_others_is_named_by_the_supervisor(kind: str, tmp_path
     def job(rank: int) -> int:
         if kind.startswith("uneven"):
             return takes_steps(kind, tmp_path)
+        if kind == "stopped at its start" and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
         layout = {"transport": "gloo"} if kind == "network" else {}  # memory of one host needs none
         train(
             tmp_path / "run",
@@ -431,6 +433,9 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     alone = RankSnapshot(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
     # what the others take no part in does not end by itself
     assert is_stalled([seen(0, 7, 9.0), alone], 5.0)
+    joins = seen(0, 1, 60.0, Kind.JOIN, -1, step=0)
+    assert is_stalled([joins, seen(1, 0, None, step=0)], 5.0)
+    assert not is_stalled([joins, joins], 5.0)  # both wait for ranks of another host
 
 
 def test_what_a_rank_does_is_read_from_outside() -> None:
@@ -462,23 +467,3 @@ def test_the_stack_is_that_of_the_thread_which_takes_the_steps() -> None:
     )
     assert parse_stacks(text) == ("/y/task.py:31 in loss", f"{LOOP}:9 in g")
     assert parse_stacks("") == ()
-
-
-def test_a_rank_that_ends_while_the_ranks_join_is_lost_to_the_others(tmp_path: Path) -> None:
-    """It raised what torch raises, told as an error of the task.
-
-    It came before the rank that had been killed.
-    """
-
-    def job(rank: int) -> None:
-        if rank == 1:
-            # it has come, and goes no further
-            torch.distributed.init_process_group = lambda *given, **more: os._exit(0)
-        with join(place.here(), torch.device("cpu"), wait_s=20.0, timeout_s=0.5):
-            pass
-
-    with pytest.raises(FileNotFoundError):  # rank 1 leaves no word
-        run_ranks(2, job, tmp_path)
-    said = json.loads((tmp_path / "rank-0.json").read_text())
-    assert (said["kind"], said["code"]) == ("LostRank", 8)
-    assert "another rank, which had joined before, has exited" in said["error"]

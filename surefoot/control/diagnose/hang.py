@@ -41,9 +41,12 @@ class Hang:
 def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
     """Return whether a rank has waited for at least `after_s` seconds in a collective.
 
-    Return False while one rank does work that only one rank does, such as saving. In the first
-    step, which may compile, the limit is `EARLY` times as long.
+    Return False while one rank does work that only one rank does, such as saving, and while all
+    `rows` wait for ranks of other hosts to join. Up to the first step, which may compile, the limit
+    is `EARLY` times as long.
     """
+    if all(row.record.kind is Kind.JOIN and row.record.waits_s is not None for row in rows):
+        return False
     if any(row.record.is_busy and row.record.waits_s is None for row in rows):
         # a rank that saves but waits in a collective itself does not count as busy
         return False
@@ -162,10 +165,10 @@ def _places(rows: Sequence[RankSnapshot]) -> str:
 
 
 def _position_of(row: RankSnapshot) -> str:
-    parts = [f"in step {row.record.step}"]
+    parts = [f"in step {row.record.step}" if row.record.step else "before its first step"]
     if row.record.waits_s is not None:
         parts.append(f"in {_line_of(row)}")
-    elif row.record.microbatch >= 0:
+    elif row.record.step and row.record.microbatch >= 0:
         parts.append(f"microbatch {row.record.microbatch}")
     if row.file:
         parts.append(f"it waits for a disk or a file ({row.file})")
@@ -189,9 +192,8 @@ def _describe_collective(kind: Kind, num_bytes: int) -> str:
 
 
 def _line_of(row: RankSnapshot) -> str:
-    return (
-        f"{row.record.kind.words} of {row.record.num_bytes:,} bytes (collective {row.record.count})"
-    )
+    told = _describe_collective(row.record.kind, row.record.num_bytes)
+    return f"{told} (collective {row.record.count})"
 
 
 def find_frame(stack: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from surefoot.core import place
 from surefoot.core.errors import InputError, LostRank
-from surefoot.core.flight import Flight, make_file
+from surefoot.core.flight import Flight, Kind, make_file
 from surefoot.core.place import Place
 from surefoot.core.process.signals import STACKS_SIGNAL, make_parent_death_hook
 from surefoot.core.ranks.layout import Transport
@@ -72,41 +72,16 @@ def join(
     )
     restore = _noop if interface is None else place.set_variable("GLOO_SOCKET_IFNAME", interface)
     try:
-        store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
-        with raise_lost_rank():
-            _await_all(store, here, wait_s)
-        backend, begun_s = "nccl" if device.type == "cuda" else "gloo", time.monotonic()
-        try:
-            dist.init_process_group(
-                backend,
-                store=PrefixStore("torch", store),
-                rank=here.rank,
-                world_size=here.world_size,
-                timeout=timedelta(seconds=timeout_s),
-            )
-        except RuntimeError as error:
-            if time.monotonic() - begun_s >= timeout_s:
-                raise LostRank(
-                    f"{GONE}, or does not answer within {timeout_s:g} s",
-                    hint=f"{GONE_HINT}; layout.timeout is the time limit",
-                ) from error
-            if here.is_on_loopback:
-                raise LostRank(GONE, hint=GONE_HINT) from error
-            by = f" by {interface}" if interface is not None else ""
-            raise InputError(
-                f"rank {here.rank} of {here.world_size} reached the other ranks at "
-                f"{here.meeting}, and cannot connect to them{by}: {error}",
-                hint=(
-                    "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that "
-                    "leads to the other hosts"
-                ),
-            ) from error
-        try:
-            where = device if backend == "nccl" else torch.device("cpu")
-            roll = (  # with a launcher, which knows more: no text
-                functools.partial(_call_the_roll, store, here) if here.told is None else lambda: ""
-            )
-            with _record_collectives(here) as flight:
+        with _record_collectives(here) as flight:
+            meet = functools.partial(_meet, here, device, interface, wait_s, timeout_s)
+            store = flight.during(Kind.JOIN, -1, meet)
+            try:
+                where = device if device.type == "cuda" else torch.device("cpu")
+                roll = (  # with a launcher, which knows more: no text
+                    functools.partial(_call_the_roll, store, here)
+                    if here.told is None
+                    else lambda: ""
+                )
                 group = Group(here.rank, here.world_size, where, flight, roll=roll)
                 shm = (
                     connect(group, transport, wait_s=wait_s, timeout_s=timeout_s)
@@ -115,10 +90,50 @@ def join(
                 )
                 with contextlib.nullcontext() if shm is None else contextlib.closing(shm.links):
                     yield replace(group, memory=shm)
-        finally:
-            dist.destroy_process_group()
+            finally:
+                dist.destroy_process_group()
     finally:
         restore()
+
+
+def _meet(
+    here: Place, device: torch.device, interface: str | None, wait_s: float, timeout_s: float
+) -> Store:
+    """Wait until all ranks have joined, and create torch's process group; return their store.
+
+    `interface` is the network interface; None for that of the environment. Raises what `join`
+    raises.
+    """
+    store = PrefixStore(f"surefoot/{here.restart}/{next(_rounds)}", _open_store(here, wait_s))
+    with raise_lost_rank():
+        _await_all(store, here, wait_s)
+    begun_s = time.monotonic()
+    try:
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("torch", store),
+            rank=here.rank,
+            world_size=here.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        if time.monotonic() - begun_s >= timeout_s:
+            raise LostRank(
+                f"{GONE}, or does not answer within {timeout_s:g} s",
+                hint=f"{GONE_HINT}; layout.timeout is the time limit",
+            ) from error
+        if here.is_on_loopback:
+            raise LostRank(GONE, hint=GONE_HINT) from error
+        by = f" by {interface}" if interface is not None else ""
+        raise InputError(
+            f"rank {here.rank} of {here.world_size} reached the other ranks at "
+            f"{here.meeting}, and cannot connect to them{by}: {error}",
+            hint=(
+                "GLOO_SOCKET_IFNAME (or NCCL_SOCKET_IFNAME) names the network interface that "
+                "leads to the other hosts"
+            ),
+        ) from error
+    return store
 
 
 @functools.cache
@@ -303,6 +318,7 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
     """Wait until all ranks have joined.
 
     Raises InputError if ranks are missing after `wait_s`, or if a rank has a different WORLD_SIZE.
+    With a launcher, which has started all ranks, missing ranks raise LostRank: they may restart.
     """
     until_s = time.monotonic() + wait_s
     store.set(f"rank/{here.rank}", str(here.world_size))
@@ -310,13 +326,14 @@ def _await_all(store: Store, here: Place, wait_s: float) -> None:
     while missing := [rank for rank in missing if not _has_come(store, rank, here)]:
         if time.monotonic() >= until_s:
             told = ", ".join(map(str, missing[:8])) + (" and others" if len(missing) > 8 else "")
-            raise InputError(
-                (
-                    f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not "
-                    f"connect within {wait_s:g} s"
-                ),
-                hint="start every rank with the same WORLD_SIZE and a different RANK",
+            what = (
+                f"rank{'s' * (len(missing) > 1)} {told} of {here.world_size} did not "
+                f"connect within {wait_s:g} s"
             )
+            if here.told is not None:
+                raise LostRank(what, hint=GONE_HINT)
+            hint = "start every rank with the same WORLD_SIZE and a different RANK"
+            raise InputError(what, hint=hint)
         time.sleep(look_s)
         look_s = min(2 * look_s, LOOK_S)
 
