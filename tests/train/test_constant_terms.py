@@ -15,7 +15,7 @@ from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import SurefootError, TaskError
 from surefoot.train.assemble import assemble
 from surefoot.train.preflight import check
-from surefoot.train.step import whole
+from surefoot.train.step.joined import whole
 from tests.train.constant_terms import KINDS, Boxes, Only, assert_alike, plain, spec, train
 from tests.train.test_whole_step import _anew, recompile_limit  # noqa: F401 - fixtures
 

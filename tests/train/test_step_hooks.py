@@ -24,7 +24,7 @@ from surefoot.components.optim.kinds.layerwise import Lamb, Lars
 from surefoot.components.optim.update import GuardedUpdate
 from surefoot.core.errors import InputError, SpecError
 from surefoot.train.run import Run
-from surefoot.train.step import whole
+from surefoot.train.step.joined import whole
 from tests.train.small import Small, spec
 
 STEPS, LIMIT = 6, 0.3

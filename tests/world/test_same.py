@@ -137,11 +137,11 @@ def test_a_copy_of_the_same_bytes_goes_on_and_one_that_is_damaged_ends_all_ranks
 
 
 PLACES = {
-    "weights/": lambda run: next(iter(run.model.parameters())),
-    "state/optimizer/": lambda run: next(
-        each for each in run.assembly.updates[0].guarded.optimizers[0].state.values()
+    "weights/": lambda parts: next(iter(parts.model.parameters())),
+    "state/optimizer/": lambda parts: next(
+        each for each in parts.updates[0].guarded.optimizers[0].state.values()
     )["exp_avg_sq"],
-    "buffers/": lambda run: next(iter(run.model.buffers())),
+    "buffers/": lambda parts: next(iter(parts.model.buffers())),
 }
 
 
@@ -152,18 +152,17 @@ def test_a_bit_that_flips_while_a_rank_loads_is_named_before_step_1(
     shutil.copytree(left, tmp_path / "run")
 
     def job(rank: int) -> Any:
-        restore, runs = LiveState.restore, list[Run]()
+        restore = LiveState.restore
 
         def spoiled(self: LiveState, *given: Any, **more: Any) -> Any:
             made = restore(self, *given, **more)
             if rank == 1:
-                PLACES[name](runs[0]).data.view(torch.int64).flatten()[0] ^= 1
+                PLACES[name](self._assembly).data.view(torch.int64).flatten()[0] ^= 1
             return made
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(LiveState, "restore", spoiled)
-            runs.append(Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True))
-            with runs[0]:
+            with Run(spec(), Sentences(), folder=tmp_path / "run", quiet=True):
                 raise AssertionError("it began")
 
     found = run_ranks(2, job, tmp_path / "ranks")
