@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -99,6 +100,26 @@ def test_a_loop_records_what_began_each_step_and_how_it_ended(tmp_path: Path) ->
         6,
         80,
     )
+
+
+@pytest.mark.parametrize("num_first", [0, 1, 3], ids=["before", "after a step", "after an epoch"])
+@pytest.mark.parametrize("reads", [False, True], ids=["never", "later"])
+def test_a_step_without_batches_starts_with_the_loop_and_not_with_the_machine(
+    tmp_path: Path, num_first: int, reads: bool
+) -> None:
+    started_s = time.perf_counter()
+    loop = Loop()
+    for _ in range(2):  # the second attempt is a resumed one
+        run = loop.attach(tmp_path / "run", every=2)
+        for batch in itertools.islice(loop.data, num_first):
+            run.step_done(loop.train_on(batch))
+        run.step_done(0.0)
+        for batch in run.batches() if reads else ():
+            run.step_done(loop.train_on(batch))
+        run.close()
+    took = [step_s for each in steps_of(tmp_path / "run") for step_s in each.step_s]
+    assert len(took) == run.step
+    assert 0 < sum(took) < time.perf_counter() - started_s
 
 
 def test_a_loop_without_a_seed_is_read_back_whatever_torch_drew_for_it(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from surefoot.components.data.sources.watched import ObservedLoader
 from surefoot.components.observe.console import Console
 from surefoot.components.optim.groups import check_shaped
-from surefoot.components.profiler.phases.clock import LOGGING, OTHER, PhaseClock
+from surefoot.components.profiler.phases.clock import LOGGING, PhaseClock
 from surefoot.contract.run_folder.attached import SPEC_ID
 from surefoot.contract.task import check_not_importing
 from surefoot.core import place
@@ -143,7 +143,7 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
         )
         unless_open.pop_all()
     _tell(session, chosen, notes if group.is_first else ())
-    clock.switch(OTHER)
+    clock.begin_steps()
     return session
 
 
