@@ -16,6 +16,7 @@ from typing import Any, Self, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from surefoot.train.attach.arguments import as_loss
 from surefoot.train.attach.loop_session import LoopSession
 from surefoot.train.attach.opening import LoopRequest, open_loop
 
@@ -130,7 +131,8 @@ class AttachedLoop:
         `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
         is not a scalar.
         """
-        self.session.step_done(loss, num_samples)
+        # `as_loss` raises: only the session of another trainer has steps without a loss
+        self.session.step_done(as_loss(loss) if loss is None else loss, num_samples)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the `with` block as phase `name` of the step; time outside all phases is "other".

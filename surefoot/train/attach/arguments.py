@@ -27,6 +27,11 @@ OWN = ("loop", "data")
 OF_OPTIMIZER = ("base_lrs", "_last_lr", "last_epoch", "_step_count")
 OF_STATE = ".state_dict()"
 MAX_TEXT = 200  # characters of a setting
+# what `find_guarantee` returns for data whose position a trainer saves, not the loop's checkpoint
+RESUMED_BY_TRAINER: tuple[Guarantee, str] = (
+    "none",
+    "the trainer reads them itself, and its own checkpoint holds its position",
+)
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 
 
@@ -240,8 +245,7 @@ def find_guarantee(data: Iterable[Any]) -> tuple[Guarantee, str]:
     return "replayed", "a resumed loop reads the epoch again up to its position"
 
 
-def describe_guarantee(data: Iterable[Any]) -> str:
-    guarantee, why = find_guarantee(data)
+def describe_guarantee(guarantee: Guarantee, why: str) -> str:
     return f"attached to a training loop of the script; the data are {guarantee}: {why}"
 
 
@@ -275,6 +279,7 @@ def find_script() -> str | None:
 def make_started_record(
     model: nn.Module,
     data: Iterable[Any],
+    guarantee: tuple[Guarantee, str],
     program: Program,
     *,
     generation: int,
@@ -282,7 +287,6 @@ def make_started_record(
     notes: Sequence[str],
 ) -> events.Started:
     """Return the first record of an attempt at a loop, which continues after `step`."""
-    guarantee, _ = find_guarantee(data)
     kind, length = type(data).__name__, length_of(data)
     told = f"{length:,} batches of " if length is not None else "batches of "
     device = next((each.device for each in model.parameters()), torch.device("cpu"))
@@ -295,7 +299,7 @@ def make_started_record(
         data={
             "describe": told + kind,
             "digest": hashlib.sha256(f"{kind} {length}".encode()).hexdigest(),
-            "guarantee": guarantee,
+            "guarantee": guarantee[0],
         },
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         total_steps=None,

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -290,18 +290,22 @@ class LoopSession:
         if is_over and self.keeper.end_pass():
             self.progress.num_passes += 1
 
-    def step_done(self, loss: Tensor | float, num_samples: int | None = None) -> None:
-        """Record an optimizer step; the arguments are those of `AttachedLoop.step_done`."""
+    def step_done(
+        self, loss: Tensor | float | None, num_samples: int | None = None, num_batches: int = 0
+    ) -> None:
+        """Record an optimizer step; the arguments are those of `AttachedLoop.step_done`.
+
+        `num_batches` did not come from `batches`. After steps without loss, call `close_window`.
+        """
         if self.telling.is_over():
             return
-        value = as_loss(loss)
+        value = None if loss is None else as_loss(loss)
         taken = self._pending.take()
-        read = sum(batch.num_samples for batch in taken)
-        count = read if num_samples is None else num_samples
+        count = sum(batch.num_samples for batch in taken) if num_samples is None else num_samples
         weight = count or 1  # without batches(), each step has weight 1 in the mean
-        progress = self.progress
-        progress.step += 1
-        self._has_stepped, step = True, progress.step
+        progress, self._has_stepped = self.progress, True
+        step = progress.step = progress.step + 1
+        progress.num_batches += num_batches
         self.clock.end_step(step)
         self.ledger.add_step(step, self.keeper.pass_number, [each[:3] for each in taken])
         self._end_epoch(is_over=self._pending.is_last_step_done)
@@ -313,14 +317,14 @@ class LoopSession:
             epoch=progress.epoch,
             num_samples=count,
             learning_rate=learning_rate_of(self.optimizers[0].param_groups[0]),
-            totals={"loss": (value * weight, weight, 1.0)},
+            totals={} if value is None else {"loss": (value * weight, weight, 1.0)},
             norm=None,
             was_applied=True,
             waiting_s=self._waiting_s,
         )
         self._meter.add(report)
         self._waiting_s = 0.0
-        if step % self.every == 0 or step == 1:
+        if value is not None and (step % self.every == 0 or step == 1):
             self.close_window()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -332,12 +336,14 @@ class LoopSession:
             )
         return self.clock.within(events.PHASES.index(name))
 
-    def close_window(self) -> None:
-        """Record the steps since the last record."""
+    def close_window(self, loss: float | None = None) -> None:
+        """Record the steps since the last record; `loss` replaces the mean of their losses."""
         with self.clock.within(LOGGING):
             summary = None if self.telling.is_over() else self._meter.take()
             if summary is None:
                 return
+            if loss is not None:
+                summary = replace(summary, loss=loss, terms={"loss": loss})
             for line in self.unheld.find_new() if self.group.is_first else ():
                 self.telling.console.warn(line)
             timing = self.clock.take()

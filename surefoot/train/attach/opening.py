@@ -19,15 +19,17 @@ from surefoot.components.observe.console import Console
 from surefoot.components.optim.groups import check_shaped
 from surefoot.components.profiler.phases.clock import LOGGING, PhaseClock
 from surefoot.contract.run_folder.attached import SPEC_ID
-from surefoot.contract.task import check_not_importing
+from surefoot.contract.task import Guarantee, check_not_importing
 from surefoot.core import place
 from surefoot.runtime.comm.group import Group
 from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
 from surefoot.train.attach.arguments import (
+    RESUMED_BY_TRAINER,
     check_given,
     describe_changes,
     describe_guarantee,
+    find_guarantee,
     find_script,
     given_settings,
     length_of,
@@ -45,7 +47,11 @@ from surefoot.train.session import folder
 
 @dataclass(frozen=True, kw_only=True)
 class LoopRequest:
-    """Request for an attempt at a loop; the fields are the arguments of `attach`."""
+    """Request for an attempt at a loop; the fields are the arguments of `attach`.
+
+    `resumes_itself` is True for a trainer that reads `data` and restores its state by itself, and
+    calls only `step_done`, `close_window`, `save` and the end of the session.
+    """
 
     model: nn.Module
     optimizer: Any
@@ -54,6 +60,16 @@ class LoopRequest:
     every: int
     save: str | None
     state: Mapping[str, Any] | None
+    resumes_itself: bool = False
+
+    @property
+    def guarantee(self) -> tuple[Guarantee, str]:
+        """How exactly the loop can resume in the middle of an epoch, and the reason."""
+        return RESUMED_BY_TRAINER if self.resumes_itself else find_guarantee(self.data)
+
+    def settings(self, objects: Mapping[str, Any]) -> dict[str, str]:
+        """Return the settings that the script has given, without those that a trainer restored."""
+        return {} if self.resumes_itself else given_settings(objects, self.data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +118,7 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
         where, root = folder.make_absolute(chosen.folder), chosen.folder.absolute()
         watched, progress = ObservedLoader(asked.data), LoopProgress(length=length_of(asked.data))
         keeper = LoopKeeper(root, lock, made.objects, watched, asked.save, group)
-        settings = functools.partial(given_settings, made.objects, asked.data)
+        settings = functools.partial(asked.settings, made.objects)
         given = settings()
         resumed = _resume(keeper, progress, made, settings, where()) if chosen.is_again else ()
         notes = (*chosen.notes, *resumed, *made.notes)
@@ -111,10 +127,11 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
             make_started_record,
             model,
             asked.data,
+            asked.guarantee,
             program,
             generation=lock.generation,
             step=progress.step,
-            notes=(*notes, describe_guarantee(asked.data), *loop_ranks.describe(group)),
+            notes=(*notes, describe_guarantee(*asked.guarantee), *loop_ranks.describe(group)),
         )
         journal = loop_ranks.begin_journal(group, root, started)
         console = Console(total_steps=None, unit="samples", quiet=True)
