@@ -109,10 +109,7 @@ class AttachedLoop:
         return self.session.first_batch
 
     def save(self) -> None:
-        """Save a checkpoint now; call this after a finished step.
-
-        After an epoch that was left by `break`, a restarted loop starts with the next epoch.
-        """
+        """Save a checkpoint after a finished step; an epoch left by `break` counts as ended."""
         self.session.save()
 
     def batches(self, *, ahead: int | None = None) -> Iterator[Any]:
@@ -131,8 +128,7 @@ class AttachedLoop:
         `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
         is not a scalar.
         """
-        # `as_loss` raises: only the session of another trainer has steps without a loss
-        self.session.step_done(as_loss(loss) if loss is None else loss, num_samples)
+        self.session.step_done(as_loss(loss), num_samples)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the `with` block as phase `name` of the step; time outside all phases is "other".

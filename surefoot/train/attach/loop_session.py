@@ -30,7 +30,7 @@ from surefoot.core.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_OK, Input
 from surefoot.core.process.forked import OwningProcess
 from surefoot.runtime.comm.group import Group
 from surefoot.train import environment
-from surefoot.train.attach.arguments import as_loss, can_save_position
+from surefoot.train.attach.arguments import can_save_position
 from surefoot.train.attach.loop_keeper import LoopKeeper
 from surefoot.train.attach.loop_ranks import RankedLedger, prepare_save
 from surefoot.train.attach.read_ahead import PendingBatches, ReadBatch
@@ -291,15 +291,15 @@ class LoopSession:
             self.progress.num_passes += 1
 
     def step_done(
-        self, loss: Tensor | float | None, num_samples: int | None = None, num_batches: int = 0
+        self, loss: Tensor | None, num_samples: int | None = None, num_batches: int = 0
     ) -> None:
-        """Record an optimizer step; the arguments are those of `AttachedLoop.step_done`.
+        """Record an optimizer step; `num_samples` is that of `AttachedLoop.step_done`.
 
-        `num_batches` did not come from `batches`. After steps without loss, call `close_window`.
+        `loss` is a scalar; None if it is not known yet, and given to `close_window` after several
+        steps. `num_batches` were read by the caller, not from `batches`.
         """
         if self.telling.is_over():
             return
-        value = None if loss is None else as_loss(loss)
         taken = self._pending.take()
         count = sum(batch.num_samples for batch in taken) if num_samples is None else num_samples
         weight = count or 1  # without batches(), each step has weight 1 in the mean
@@ -317,14 +317,14 @@ class LoopSession:
             epoch=progress.epoch,
             num_samples=count,
             learning_rate=learning_rate_of(self.optimizers[0].param_groups[0]),
-            totals={} if value is None else {"loss": (value * weight, weight, 1.0)},
+            totals={} if loss is None else {"loss": (loss * weight, weight, 1.0)},
             norm=None,
             was_applied=True,
             waiting_s=self._waiting_s,
         )
         self._meter.add(report)
         self._waiting_s = 0.0
-        if value is not None and (step % self.every == 0 or step == 1):
+        if loss is not None and (step % self.every == 0 or step == 1):
             self.close_window()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
