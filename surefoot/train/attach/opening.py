@@ -64,7 +64,7 @@ class LoopRequest:
 
     @property
     def guarantee(self) -> tuple[Guarantee, str]:
-        """How exactly the loop can resume in the middle of an epoch, and the reason."""
+        """Guarantee for a resume in the middle of an epoch, and the reason."""
         return RESUMED_BY_TRAINER if self.resumes_itself else find_guarantee(self.data)
 
     def settings(self, objects: Mapping[str, Any]) -> dict[str, str]:
