@@ -80,7 +80,7 @@ def sign_state(state: Any) -> object:
         return state.tobytes()
     if isinstance(state, dict):
         return tuple((key, sign_state(part)) for key, part in state.items())
-    return tuple(sign_state(part) for part in state) if isinstance(state, tuple) else state
+    return tuple(sign_state(part) for part in state) if isinstance(state, tuple | list) else state
 
 
 def find_generators(named: Iterable[tuple[str, Any]], max_depth: int = MAX_DEPTH) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from surefoot.components import checkpoint
 from surefoot.contract import events
 from surefoot.contract.run_folder.attached import SPEC_ID
 from surefoot.contract.task import Guarantee
-from surefoot.core.errors import DataError, TaskError
+from surefoot.core.errors import DataError, RunFolderError, TaskError
 from surefoot.train import environment
 from surefoot.train.record.noticed.moved_outside import find_beside
 from surefoot.train.resume.program import Program
@@ -268,6 +268,21 @@ def length_of(data: Iterable[Any]) -> int | None:
         return len(data)  # type: ignore[arg-type]
     except TypeError:
         return None
+
+
+def check_kinds(objects: Mapping[str, Any], kinds: Mapping[str, str], where: str) -> None:
+    """Raise RunFolderError if an object that was saved is missing now, or has another type.
+
+    `kinds` are the names of the types in the checkpoint `where`. torch itself loads some mismatches
+    without an error.
+    """
+    for name, kind in kinds.items():
+        given = type(objects[name]).__name__ if name in objects else "nothing"
+        if given != kind:
+            raise RunFolderError(
+                f"{where} holds the state of {name!r} as {kind}: the loop gives {given}",
+                hint="give the objects that the loop started with, or start in another folder",
+            )
 
 
 def find_script() -> str | None:

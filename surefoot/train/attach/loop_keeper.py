@@ -27,7 +27,7 @@ from surefoot.contract.manifest import Manifest
 from surefoot.contract.run_folder.attached import SPEC_ID
 from surefoot.contract.run_folder.gone import describe_lost, find_gone
 from surefoot.contract.runlock import RunLock
-from surefoot.core.errors import RunFolderError, TaskError
+from surefoot.core.errors import TaskError
 from surefoot.core.units import Duration, name_some
 from surefoot.runtime.attributes.generators import (
     find_generators,
@@ -38,7 +38,7 @@ from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train import environment
 from surefoot.train.attach import loop_ranks
-from surefoot.train.attach.arguments import can_save_position
+from surefoot.train.attach.arguments import can_save_position, check_kinds
 from surefoot.train.attach.loop_ranks import SaveTimer
 from surefoot.train.attach.read_ahead import PendingBatches, make_resume_fault
 from surefoot.train.attach.read_states import ReadStates, describe_too_many
@@ -141,13 +141,14 @@ class LoopKeeper:
             loop, data = dict(found.values["loop"]), found.values["data"]
             self.position, self._pass_random = int(loop["position"]), loop["pass_random"]
             self._is_between, self.pass_number = bool(loop["is_between"]), int(loop["pass_number"])
-            self._check_kinds(found.step, dict(loop.get("kinds", {})))
+            where = f"step {found.step:,} of {self._folder}"
+            check_kinds(self._objects, dict(loop.get("kinds", {})), where)
             self._inner.restore(loop.get("inner_optimizers", {}))
             self.unfrozen = self._set_trained(dict(loop.get("trains", {})))
             self._last_random = loop.get("last_random", {})
             self._starts_workers = loop.get("starts_workers", self.pass_number == 0)
             self._watched.worker_seed = loop.get("worker_seed", torch.Generator().get_state())
-            self._own_now = name_states(loop.get("own_now") or self._pass_random.get("own", ()))
+            self._own_now = name_states(loop.get("own_now", self._pass_random.get("own", ())))
             self._content_before, self._saved_reads = loop.get("content"), loop.get("reads")
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
             self._to_yield_again = list(loop.get("in_hand", ()))
@@ -157,20 +158,6 @@ class LoopKeeper:
             self._data.load_state_dict(data)  # type: ignore[attr-defined]
             self._saves_itself = True
         return loop, found.troubles
-
-    def _check_kinds(self, step: int, kinds: Mapping[str, str]) -> None:
-        """Raise RunFolderError if an object that was saved is missing now, or has another type.
-
-        torch itself loads some mismatches without an error.
-        """
-        for name, kind in kinds.items():
-            given = type(self._objects[name]).__name__ if name in self._objects else "nothing"
-            if given != kind:
-                raise RunFolderError(
-                    f"step {step:,} of {self._folder} holds the state of {name!r} as "
-                    f"{kind}: the loop gives {given}",
-                    hint="give the objects that the loop started with, or start in another folder",
-                )
 
     def _set_trained(self, saved: Mapping[str, Mapping[str, bool]]) -> tuple[str, ...]:
         """Set requires_grad of each parameter as saved; return a note on those that differed."""
@@ -236,7 +223,7 @@ class LoopKeeper:
         if wanted is None:
             self.position, self.seen, self._stream_states = 0, PassDigest(), ReadStates()
             self.pass_number += 1
-            self._pass_random = self._random()
+            self._pass_random = self._random(of_pass=True)
             return self._iterate()
         if self._saves_itself:
             checkpoint.restore_random(wanted)
@@ -364,12 +351,13 @@ class LoopKeeper:
         if self._is_between:
             return False
         self._last_random = self._pass_random
-        self.position, self._is_between, self._pass_random = 0, True, self._random()
+        self.position, self._is_between = 0, True
+        self._pass_random = self._random(of_pass=True)
         return True
 
-    def _random(self) -> dict[str, Any]:
-        """Return the current random states, from which an epoch draws its order."""
-        return {**checkpoint.random_states(), "own": self._generator_states()}
+    def _random(self, *, of_pass: bool = False) -> dict[str, Any]:
+        """Return the current random states; at the start of an epoch, all that determine it."""
+        return {**checkpoint.random_states(), "own": self._generator_states(of_pass=of_pass)}
 
     def _restore(self, states: Mapping[str, Any]) -> None:
         checkpoint.restore_random(states)
@@ -382,11 +370,14 @@ class LoopKeeper:
             **find_generators((f"{name}", each) for name, each in self._beside.items()),
         }
 
-    def _generator_states(self) -> dict[str, Any]:
-        return {name: generator_state(each) for name, each in self.generators().items()}
+    def _generator_states(self, *, of_pass: bool) -> dict[str, Any]:
+        own = {name: generator_state(each) for name, each in self.generators().items()}
+        return {**own, **self._watched.pass_states()} if of_pass else own
 
     def _restore_generators(self, states: Mapping[str, Any]) -> None:
         """Set the generators to saved states; those without a saved state stay unchanged."""
+        with checkpoint.as_run_folder_errors("the saved state of a sampler or a dataset"):
+            self._watched.restore_parts(states)
         for name, each in self.generators().items():
             if name in states:
                 with checkpoint.as_run_folder_errors(
@@ -470,7 +461,7 @@ class LoopKeeper:
             "seen": self.seen.as_state(),
             "reads": self._stream_states.as_state(),
             "content": self._content,
-            "own_now": self._generator_states(),
+            "own_now": self._generator_states(of_pass=self._is_between),
             "inner_optimizers": self._inner.state(),
             "kinds": {
                 name: type(each).__name__ for name, each in self._objects.items() if name != "model"

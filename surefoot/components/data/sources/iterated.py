@@ -45,7 +45,7 @@ class _EpochState:
     """State at the start of an epoch, and digests of the batches that were read in it."""
 
     epoch: int = 0
-    # states of the data's generators, see ObservedLoader.generators
+    # states of the data's generators and parts, see ObservedLoader.pass_states
     generators: Mapping[str, Any] = field(default_factory=dict)
     starts_workers: bool | None = None  # see ObservedLoader; None before the first batch
     state: Any = None  # of the iterable, before the first batch
@@ -80,8 +80,9 @@ class Iterated:
     It is therefore trained with `batch = 1`, unshuffled. It can only be read sequentially. To
     resume at batch k, the first k batches are read again (*replayed*), with the random states of
     the first reading, and compared with its digests. Different samples raise OtherDataError. The
-    states of the generators of the loader and its dataset are saved; the global random states are
-    computed from the seed, the epoch and the index of the batch.
+    states of the generators of the loader and its dataset are saved, and those of samplers and
+    datasets with a state_dict; the global random states are computed from the seed, the epoch and
+    the index of the batch.
 
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
     instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
@@ -113,6 +114,7 @@ class Iterated:
                 hint="give 1 batch or more",
             )
         self._watched = ObservedLoader(iterable)
+        self.parts = self._watched.parts  # samplers and datasets whose state_dict is saved
         self.content_digest = digest_of_content(iterable)
         self._iterable = self._watched.data
         self._num_batches, self._is_cut = length, num_batches is not None
@@ -231,7 +233,7 @@ class Iterated:
             self._watched.restore_generators(self._pass.generators)
             self._pass.seen = self._pass.seen if self._next else PassDigest()
         else:
-            self._pass = _EpochState(epoch, self._watched.generator_states())
+            self._pass = _EpochState(epoch, self._watched.pass_states())
         self._watched.set_epoch(epoch)
         if known is not NOTHING:
             self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
@@ -317,9 +319,11 @@ class Iterated:
         It has the start of this epoch, digests of its batches, and recent states of the iterable.
         """
         current = {} if self._pass is None else {"pass": self._pass.as_state()}
+        is_inside = self._iterator is not None and self._next < len(self)
+        now = self._watched.generator_states() if is_inside else self._watched.pass_states()
         return {
             "states": [list(each) for each in self._states],
-            "generators": self._watched.generator_states(),
+            "generators": now,
             "worker_seed": self._watched.worker_seed,
             **current,
         }
@@ -395,7 +399,7 @@ class Iterated:
 
         A different loader may draw from the same generators.
         """
-        states = self._watched.generator_states()
+        states = self._watched.pass_states()
         try:
             yield
         finally:

@@ -26,6 +26,7 @@ from torch.utils.data import (
 )
 
 from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
+from surefoot.components.data.sources.loader_parts import MAX_NESTED, find_parts, read_state
 from surefoot.contract.loop_ledger import MAX_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
 from surefoot.runtime.attributes.generators import (
@@ -34,7 +35,6 @@ from surefoot.runtime.attributes.generators import (
     restore_generator,
 )
 
-MAX_NESTED = 16  # nesting of samplers
 TORCH_SAMPLERS = (
     DistributedSampler,
     RandomSampler,
@@ -84,6 +84,8 @@ class ObservedLoader:
         self._order_is_torchs = (
             type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in TORCH_SAMPLERS
         )
+        # samplers and datasets with a state of their own, by name
+        self.parts = find_parts(data)
         if _can_be_watched(data):
             self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
             self.data = copy.copy(data)  # the user's loader stays unchanged
@@ -339,11 +341,29 @@ class ObservedLoader:
     def generator_states(self) -> dict[str, Any]:
         return {name: generator_state(each) for name, each in self.generators().items()}
 
+    def pass_states(self) -> dict[str, Any]:
+        """Return the states of the generators, and of `parts`, from which an epoch starts.
+
+        The state of a part is left out if `read_state` returns none.
+        """
+        states = self.generator_states()
+        for name, part in self.parts.items():
+            if (state := read_state(part)) is not None:
+                states[name] = state
+        return states
+
+    def restore_parts(self, states: Mapping[str, Any]) -> None:
+        """Load the states that `pass_states` returned into the samplers and datasets."""
+        for name, part in self.parts.items():
+            if name in states:
+                part.load_state_dict(copy.deepcopy(states[name]))
+
     def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Set the generators of the data to the states that `generator_states` returned.
+        """Restore the return value of `generator_states` or `pass_states`.
 
         Raises ValueError or TypeError for the state of a different type of generator.
         """
+        self.restore_parts(states)
         for name, generator in self.generators().items():
             if name in states:
                 restore_generator(generator, states[name])

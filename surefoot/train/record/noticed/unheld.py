@@ -400,7 +400,8 @@ def describe_task(assembly: Assembly, generators: UnheldGenerators) -> list[str]
     task, source = assembly.task, assembly.feed.source
     named = list((task.state() if task.state is not None else {}).values())
     optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
-    held = _with_parts([*named, source, *optimizers, *assembly.model.modules()])
+    inner = getattr(source, "parts", {}).values()
+    held = _with_parts([*named, source, *inner, *optimizers, *assembly.model.modules()])
     lines = [describe_generator(name, "run") for name in generators.find_drawn()]
     reported: list[str] = []
     attributes = getattr(task.task, "__dict__", {})

@@ -1,0 +1,107 @@
+"""State of the samplers and datasets inside a user's DataLoader."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, OrderedDict, deque
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from surefoot.components.data.sources.batch_digest import digest_of
+
+MAX_NESTED = 16  # samplers and datasets inside each other, and containers in a state
+
+
+def _saves_state(value: Any) -> bool:
+    names = ("state_dict", "load_state_dict")
+    has_both = all(callable(getattr(type(value), name, None)) for name in names)
+    return has_both and hasattr(value, "__dict__")
+
+
+def find_parts(data: Any) -> dict[str, Any]:
+    """Return the samplers and datasets of a loader that have a state_dict, by name, each once.
+
+    A loader that has a state_dict itself saves theirs.
+    """
+    if _saves_state(data):
+        return {}
+    places, known = [("loader", data)], {id(data)}
+    for name, place in places:
+        for key in ("batch_sampler", "sampler", "dataset"):
+            inner = getattr(place, "__dict__", {}).get(key)
+            if inner is not None and id(inner) not in known and len(places) < MAX_NESTED:
+                known.add(id(inner))
+                places.append((f"{name}.{key}", inner))
+    return {f"state of {name}": each for name, each in places[1:] if _saves_state(each)}
+
+
+def read_state(part: Any) -> Any:
+    """Return a copy of the state of a sampler or dataset between two epochs; None if it is no use.
+
+    It is of no use if a checkpoint cannot store it, or if loading it changes the object. Such an
+    object resumes at a position in the epoch, but an epoch is read again from its first batch.
+    """
+    objects = _objects_in(part)
+    before = [dict(vars(each)) for each in objects]
+    copies = [
+        {
+            key: copy.copy(value)
+            for key, value in each.items()
+            if isinstance(value, dict | list | set | deque)
+        }
+        for each in before
+    ]
+    digest = digest_of(before)
+    try:
+        state = copy.deepcopy(part.state_dict())
+        if is_same := _is_storable(state):
+            part.load_state_dict(copy.deepcopy(state))
+            is_same = digest_of([vars(each) for each in objects]) == digest
+    except Exception:  # noqa: BLE001 - the methods of a user's class can raise anything
+        state, is_same = None, False
+    for each, values, held in zip(objects, before, copies, strict=True):
+        for key, content in held.items() if not is_same else ():
+            values[key].clear()
+            (values[key].update if isinstance(content, dict | set) else values[key].extend)(content)
+        own = vars(each)
+        for key in [key for key in own if key not in values]:
+            del own[key]
+        own.update(values)  # never cleared, because a thread may read it
+    return state if is_same else None
+
+
+def _is_storable(state: Any, depth: int = 0) -> bool:
+    """Return whether a checkpoint can store a state of numbers, texts, tensors and containers."""
+    kind = type(state)
+    if kind in (dict, OrderedDict, Counter, list, tuple) and depth < MAX_NESTED:
+        parts = [*state.keys(), *state.values()] if isinstance(state, dict) else state
+        return all(_is_storable(each, depth + 1) for each in parts)
+    if kind is Tensor:
+        return state.layout is torch.strided and not (
+            state.is_nested or state.is_meta or state.is_complex() or state.is_quantized
+        )
+    if kind is np.ndarray or isinstance(state, np.generic):
+        return state.dtype.kind in "biuf" and state.dtype.isnative and state.dtype.itemsize <= 8
+    return kind in (bool, int, float, str, bytes, type(None))
+
+
+def _objects_in(part: Any) -> list[Any]:
+    """Return an object and those in its attributes that have attributes, without classes."""
+    found, depth = [part], {id(part): 0}
+    for each in found:
+        for value in vars(each).values():
+            for inner in value if isinstance(value, list | tuple) and len(value) < 64 else [value]:
+                if (
+                    hasattr(inner, "__dict__")
+                    and not isinstance(inner, type | ModuleType | Tensor)
+                    and id(inner) not in depth
+                    and depth[id(each)] < 4
+                    and len(found) < 64
+                ):
+                    depth[id(inner)] = depth[id(each)] + 1
+                    found.append(inner)
+    return found
