@@ -85,7 +85,7 @@ class Iterated:
     the index of the batch.
 
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
-    instead. `set_epoch` of a loader, its samplers and its dataset is called before each epoch.
+    instead. `set_epoch` of a loader, its samplers and its datasets is called before each epoch.
 
     Args:
         iterable: Iterable that restarts each time it is iterated.

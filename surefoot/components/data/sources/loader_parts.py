@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -13,13 +14,44 @@ from torch import Tensor
 
 from surefoot.components.data.sources.batch_digest import digest_of
 
-MAX_NESTED = 16  # samplers and datasets inside each other, and containers in a state
+MAX_NESTED = 16  # samplers inside each other, and containers in a state
+MAX_PLACES = 10_000  # samplers and datasets of a loader
+# attributes of a loader, a sampler, or a dataset such as torch's Subset and ConcatDataset
+PARTS = ("batch_sampler", "sampler", "dataset", "datasets")
 
 
 def _saves_state(value: Any) -> bool:
     names = ("state_dict", "load_state_dict")
     has_both = all(callable(getattr(type(value), name, None)) for name in names)
     return has_both and hasattr(value, "__dict__")
+
+
+def walk_parts(data: Any) -> list[tuple[str, Any]]:
+    """Return a loader, its samplers and datasets, and those nested in them, with names, each once.
+
+    An object comes before those that are nested in it. Datasets are searched for more of them in
+    their attributes alone, because a property may open a file.
+    """
+    places, known = [("loader", data)], {id(data)}
+    for name, place in places:
+        own = getattr(place, "__dict__", {})
+        for key in PARTS:
+            value = own.get(key) if "dataset" in name else getattr(place, key, None)
+            found = {f"{name}.{key}": value}
+            if key == "datasets":
+                found = {f"{name}.{key}[{index!r}]": each for index, each in _items_of(value)}
+            for inner_name, inner in found.items():
+                if inner is not None and id(inner) not in known and len(places) < MAX_PLACES:
+                    known.add(id(inner))
+                    places.append((inner_name, inner))
+    return places
+
+
+def _items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the index or key and the value of each item of a list, tuple or mapping."""
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
 def find_parts(data: Any) -> dict[str, Any]:
@@ -29,14 +61,7 @@ def find_parts(data: Any) -> dict[str, Any]:
     """
     if _saves_state(data):
         return {}
-    places, known = [("loader", data)], {id(data)}
-    for name, place in places:
-        for key in ("batch_sampler", "sampler", "dataset"):
-            inner = getattr(place, "__dict__", {}).get(key)
-            if inner is not None and id(inner) not in known and len(places) < MAX_NESTED:
-                known.add(id(inner))
-                places.append((f"{name}.{key}", inner))
-    return {f"state of {name}": each for name, each in places[1:] if _saves_state(each)}
+    return {f"state of {name}": each for name, each in walk_parts(data)[1:] if _saves_state(each)}
 
 
 def read_state(part: Any) -> Any:

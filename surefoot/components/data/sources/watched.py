@@ -26,7 +26,12 @@ from torch.utils.data import (
 )
 
 from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
-from surefoot.components.data.sources.loader_parts import MAX_NESTED, find_parts, read_state
+from surefoot.components.data.sources.loader_parts import (
+    MAX_NESTED,
+    find_parts,
+    read_state,
+    walk_parts,
+)
 from surefoot.contract.loop_ledger import MAX_IDS, LoopGuarantee
 from surefoot.core.process.forked import never_end_in_children
 from surefoot.runtime.attributes.generators import (
@@ -369,21 +374,17 @@ class ObservedLoader:
                 restore_generator(generator, states[name])
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the loader, or if it has none, of its samplers and its dataset.
+        """Call `set_epoch` of the loader, or if it has none, of its samplers and its datasets.
 
-        PyTorch expects the training loop to make this call.
+        PyTorch expects the training loop to make this call. Of two that are nested, such as a
+        dataset in a `Subset`, the inner one is called first, so that the outer one decides.
         """
-        batches = getattr(self.data, "batch_sampler", None)
-        inner = (
-            getattr(self.data, "sampler", None),
-            batches,
-            getattr(batches, "sampler", None),
-            getattr(self.data, "dataset", None),
-        )
-        places = (self.data,) if callable(getattr(self.data, "set_epoch", None)) else inner
-        for place in {id(each): each for each in places}.values():
+        places = [self.data]
+        if not callable(getattr(self.data, "set_epoch", None)):
+            places = [each for _, each in reversed(walk_parts(self._given))]
+        for place in places:
             if callable(getattr(place, "set_epoch", None)):
-                place.set_epoch(epoch)  # type: ignore[union-attr]
+                place.set_epoch(epoch)  # type: ignore[attr-defined]
 
 
 def name_states(held: Mapping[str, Any] | Sequence[Any]) -> dict[str, Any]:
