@@ -5,18 +5,20 @@ The task's file, the modules that it imports, the versions, the git commit.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 import surefoot
 from surefoot.contract.events import Started
-from surefoot.train.resume.program import find_commit
+from surefoot.train.resume.program import Program, find_commit
 from surefoot.train.run import Run
 from tests.train.small import FEW, Small, call, records, spec, write_task
 
@@ -246,3 +248,27 @@ def test_the_commit_is_found_and_whether_tracked_files_differ_from_it(
     assert find_commit(folder) == (commit, True)
     if where in ("a clone", "a folder inside"):
         assert find_commit(folder, asks_git=False) == (commit, None)
+
+
+TAKEN = {
+    "of an installed package": pytest,
+    "of torch": torch.nn,
+    "of the standard library": subprocess,
+    "of surefoot": surefoot,
+}
+
+
+@pytest.mark.parametrize("whose", TAKEN)
+def test_a_module_that_takes_the_name_of_one_of_no_project_is_recorded(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    program, name = Program("a" * 64, tmp_path / "mine.py"), TAKEN[whose].__name__
+    assert name not in program.modules()  # and what is found once is not looked at again
+    mine = ModuleType(name)
+    mine.__file__ = str(tmp_path / "net.py")
+    monkeypatch.setitem(sys.modules, name, mine)
+    found = program.modules()
+    assert found[name] == hashlib.sha256(NET.encode()).hexdigest()
+    monkeypatch.setitem(sys.modules, name, TAKEN[whose])
+    assert program.modules() == {each: found[each] for each in found if each != name}

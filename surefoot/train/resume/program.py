@@ -33,6 +33,8 @@ _FOREIGN = (
     _SUREFOOT,
     *{f"{folder}{os.sep}" for folder in (*_STANDARD, *map(os.path.realpath, _STANDARD))},
 )
+# installed, standard and surefoot modules that were found before, by name: thousands at each start
+_foreign = dict[str, ModuleType]()
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,15 @@ def _sources(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     """Yield (name, file) of imported modules, except installed, standard and surefoot ones."""
     for name in names:
         module = sys.modules.get(name)
+        if module is None or _foreign.get(name) is module:
+            continue
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if isinstance(file, str) and name not in SCRIPTS and (path := _user_file(file)) is not None:
+        if not isinstance(file, str) or name in SCRIPTS:
+            continue
+        if (path := _user_file(file)) is not None:
             yield name, path
+        else:
+            _foreign[name] = module
 
 
 @functools.cache
