@@ -76,7 +76,8 @@ def tried(campaign: Campaign, workshop: PlantedWorkshop, trials: int, seed: int)
 @pytest.mark.quick("F01", "F02", "F24", "F29")
 @pytest.mark.parametrize("case", BY_CASE)
 def test_the_promises_hold_in_a_few_trials(case: str, workshop: PlantedWorkshop) -> None:
-    few = -(-BY_CASE[case].few // 2)  # `surefoot prove` tries all of these, make test-faults more
+    # `surefoot prove` tries all of these, make test-faults more
+    few = min(-(-BY_CASE[case].few // 2), 5)
     found = tried(BY_CASE[case], workshop, few, 0)
     assert found.failures == ()
     assert found.trials >= 0.8 * few  # a fault may come too late
