@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ def test_worker():
 """
 
 CONFTEST = Path(__file__).resolve().parents[1] / "conftest.py"
+WAIT = "timeout=30.0"
 
 LEAVING = """
 import os, threading, torch
@@ -50,11 +50,13 @@ def test_clean(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """Both files, tested under a copy of the conftest in one process."""
+    """Both files, tested under the conftest in one process; it waits a second for a thread."""
     folder = tmp_path_factory.mktemp("watched")
     (folder / "test_crashing.py").write_text(CRASHING)
     (folder / "test_leaving.py").write_text(LEAVING)
-    shutil.copy(CONFTEST, folder / "conftest.py")
+    watch = CONFTEST.read_text()
+    assert watch.count(WAIT) == 1
+    (folder / "conftest.py").write_text(watch.replace(WAIT, "timeout=1.0"))  # for one that waits
     words = ["-q", "-rA", "-p", "no:cacheprovider", "--rootdir", str(folder), str(folder)]
     return subprocess.run(
         [sys.executable, "-m", "pytest", *words],
