@@ -130,7 +130,9 @@ class Program:
         return [*task, *(self._display_path(files[name]) for name in changed)]
 
     def _files(self) -> dict[str, Path]:
-        return self._of_project(_sources(list(sys.modules)))
+        imported = list(sys.modules.items())
+        unknown = [name for name, module in imported if _foreign.get(name) is not module]
+        return self._of_project(_sources(unknown))
 
     def _find_late(self, names: Iterable[str]) -> dict[str, Path]:
         """Return the files of modules of the project that may not be imported yet.
@@ -167,10 +169,8 @@ def _sources(names: Iterable[str]) -> Iterator[tuple[str, Path]]:
     """Yield (name, file) of imported modules, except installed, standard and surefoot ones."""
     for name in names:
         module = sys.modules.get(name)
-        if module is None or _foreign.get(name) is module:
-            continue
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-        if not isinstance(file, str) or name in SCRIPTS:
+        if module is None or not isinstance(file, str) or name in SCRIPTS:
             continue
         if (path := _user_file(file)) is not None:
             yield name, path
