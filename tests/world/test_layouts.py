@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.forked_commands import run_forked
+from tests.prove.forked import programs_are_forked
 from tests.world.test_launch import environment
+
+__all__ = ["programs_are_forked"]
 
 OTHER = """
 import os
@@ -176,6 +179,7 @@ def test_a_model_that_computes_in_fp32_is_held_to_the_bound_of_fp32_and_its_line
     assert f"{tmp_path}/tasks.py:" in found["notes"][0]
 
 
+@pytest.mark.usefixtures("programs_are_forked")
 @pytest.mark.parametrize(
     "task",
     [
