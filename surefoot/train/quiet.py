@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,7 +20,13 @@ from surefoot.components import checkpoint
 from surefoot.core.errors import TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.generators import cuda_states
-from surefoot.runtime.attributes.rewritten import WeightSnapshot, find_rewritten, watch_weights
+from surefoot.runtime.attributes.rewritten import (
+    HandleWatch,
+    WeightSnapshot,
+    WriteWatch,
+    find_rewritten,
+    watch_weights,
+)
 from surefoot.runtime.attributes.snapshot import AttributeSnapshot
 from surefoot.runtime.attributes.values import (
     Aliases,
@@ -130,7 +135,8 @@ class ModeSwitch:
 
     A module may have its own `train()` or `eval()`: a LoRA layer adds its product to a frozen
     weight for evaluation, and subtracts it for training. The subtraction is exact only up to
-    rounding, so the parameters of such modules are restored from copies.
+    rounding, so the parameters that such methods write are restored from copies. A parameter that
+    they leave as it is is not copied.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -139,48 +145,31 @@ class ModeSwitch:
         self._registered = {
             inner: dict(inner._parameters) for module in own for inner in module.modules()
         }
-        # of parameters that changed: parameter, memory, values, and whether it is trained
-        self._changed: list[tuple[nn.Parameter, Tensor, Tensor, bool]] = []
+        held = {
+            each: each.requires_grad
+            for parameters in self._registered.values()
+            for each in parameters.values()
+            if each is not None
+        }
+        self._is_trained, self._watch = held, WriteWatch(held)
 
     def enter_evaluation(self) -> None:
         """Call `eval()` of the model."""
-        self._record_changes(self._model.eval)
+        with self._watch, HandleWatch():
+            self._model.eval()
 
-    @torch.no_grad()
     def leave_evaluation(self) -> None:
         """Call `train()` of the model, with its old mode, and restore its parameters."""
-        if self._registered:
-            self._record_changes(partial(self._model.train, self._was_training))
+        if not self._registered:
+            return
+        with self._watch, HandleWatch():
+            self._model.train(self._was_training)
         for module, held in self._registered.items():
             module._parameters.clear()
             module._parameters.update(held)
-        # those that `eval()` changed come last
-        for parameter, memory, kept, is_trained in reversed(self._changed):
-            if _is_dense(parameter) and _address(parameter) != _address(memory):
-                parameter.data = memory
-            parameter.copy_(kept)
+        self._watch.put_back()
+        for parameter, is_trained in self._is_trained.items():
             parameter.requires_grad_(is_trained)
-
-    def _record_changes(self, change_mode: Callable[[], Any]) -> None:
-        parameters = {
-            id(each): each
-            for module in self._registered
-            for each in module._parameters.values()
-            if each is not None
-        }
-        before = [
-            (each, each.data, each.detach().clone(), each.requires_grad)
-            for each in parameters.values()
-        ]
-        change_mode()
-        self._changed += [
-            (each, memory, kept, is_trained)
-            for each, memory, kept, is_trained in before
-            if not _is_dense(each)
-            or _address(each) != _address(memory)
-            or each.requires_grad is not is_trained
-            or not torch.equal(_bytes_of(each), _bytes_of(kept))
-        ]
 
 
 def _has_own_modes(module: nn.Module) -> bool:
@@ -189,27 +178,6 @@ def _has_own_modes(module: nn.Module) -> bool:
         getattr(getattr(module, name), "__func__", None) is not getattr(nn.Module, name)
         for name in ("train", "eval")
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return the rows of this rank of a sharded tensor; another tensor unchanged."""
-    rows: Any = tensor.detach()
-    local: Tensor = rows.to_local() if hasattr(rows, "to_local") else rows
-    return local
-
-
-def _is_dense(parameter: Tensor) -> bool:
-    rows = _local(parameter.data)
-    return type(rows) is Tensor and rows.layout is torch.strided
-
-
-def _address(tensor: Tensor) -> int:
-    return _local(tensor).data_ptr()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the values as bytes, because -0 equals 0."""
-    return _local(tensor).contiguous().reshape(-1).view(torch.uint8)
 
 
 def set_modes(model: nn.Module) -> list[str]:

@@ -7,15 +7,26 @@ writes to the memory of a parameter is seen, with or without `.data` and `torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# functions that give the memory of a tensor to code that writes without an operator
+HANDLES = {
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.data_ptr,
+    Tensor.storage,
+    Tensor.untyped_storage,
+}
 _FOUND: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 
 
@@ -42,13 +53,14 @@ def watch_weights(model: nn.Module) -> Iterator[None]:
     A parameter is copied before the first write to it, so a model whose weights stay as they are
     costs no memory.
     """
-    watch = _WriteWatch(model)
+    names = {each: name for name, each in model.named_parameters()}
+    watch = WriteWatch(names)
     try:
         with watch:
             yield
     finally:
-        if names := watch.put_back():
-            _FOUND.setdefault(model, {}).update(dict.fromkeys(names))
+        if written := watch.put_back():
+            _FOUND.setdefault(model, {}).update(dict.fromkeys(names[each] for each in written))
 
 
 class WeightSnapshot:
@@ -61,29 +73,31 @@ class WeightSnapshot:
     def put_back(self) -> None:
         """Restore the values in the same memory, from which an optimizer may read them."""
         for parameter, memory, values in self._held:
-            if _key(parameter) != _key(memory):
+            if _place(parameter) != _place(memory):
                 parameter.data = memory
             parameter.copy_(values)
 
 
-class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Record of the writes to the parameters of a model.
+class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that copies parameters before operators write to them.
+
+    `parameter.data = ...` calls no operator: the watch refers to the old memory, which keeps its
+    values. A watch can be entered again, and keeps the copies that it has.
 
     Args:
-        model: The model.
+        parameters: The parameters.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        named = list(model.named_parameters())
-        # `parameter.data = ...` calls no operator, but the parameter then has other memory
-        self._memory = [(name, each, each.data) for name, each in named]
-        self._names: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for name, each in named:
-            self._names.setdefault(_key(each), []).append((name, each))
-        self._kept: dict[str, WeightSnapshot] = {}
+        self._memory = {each: each.data for each in parameters}
+        self._stored: dict[int, list[nn.Parameter]] = {}
+        for each in self._memory:
+            for storage in _storages(each):
+                self._stored.setdefault(storage, []).append(each)
+        self._values: dict[nn.Parameter, Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -99,19 +113,43 @@ class _WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = kwargs or {}
         for tensor in _find_written(func, args, given):
-            for name, parameter in self._names.get(_key(tensor), ()):
-                if name not in self._kept:
-                    self._kept[name] = WeightSnapshot([parameter])
+            for storage in _storages(tensor):
+                for each in self._stored.get(storage, ()):
+                    if each not in self._values:
+                        self._values[each] = self._memory[each].clone()
         return func(*args, **given)
 
-    def put_back(self) -> list[str]:
-        """Restore the parameters that were written; return their names."""
-        for kept in self._kept.values():
-            kept.put_back()
-        moved = [each for each in self._memory if _key(each[1]) != _key(each[2])]
-        for _, parameter, memory in moved:
-            parameter.data = memory
-        return list(dict.fromkeys([*self._kept, *(name for name, _, _ in moved)]))
+    @torch.no_grad()
+    def put_back(self) -> list[nn.Parameter]:
+        """Restore the parameters that were written or have other memory; return them."""
+        changed = [
+            each
+            for each, memory in self._memory.items()
+            if each in self._values or _place(each) != _place(memory)
+        ]
+        for each in changed:
+            each.data = self._memory[each]
+            each.copy_(self._values.get(each, self._memory[each]))
+        return changed
+
+
+class HandleWatch(TorchFunctionMode):
+    """Context in which a tensor counts as written once code outside of torch gets its memory.
+
+    NumPy, and kernels that are given an address, write without an operator.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in HANDLES and type(args[0]) in (Tensor, nn.Parameter) and not args[0].is_sparse:
+            # writes no element; all watches see the operator
+            args[0].data.as_strided((0,), (1,)).zero_()
+        return func(*args, **(kwargs or {}))
 
 
 def _find_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
@@ -128,9 +166,24 @@ def _find_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
                 yield each
 
 
-def _key(tensor: Tensor) -> int:
-    """Return the address of the storage object; that of the tensor if it has no single storage."""
+def _storages(tensor: Tensor) -> tuple[int, ...]:
+    """Return the addresses of the storage objects that hold the elements of a tensor.
+
+    A wrapper, such as a sharded or quantized tensor, has those of the tensors in it.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        tensors = (each for each in inner if isinstance(each, Tensor))
+        return tuple(chain.from_iterable(map(_storages, tensors)))
+    if tensor.is_sparse:
+        return _storages(tensor._values())
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return (int(tensor.untyped_storage()._cdata),)
     except (NotImplementedError, RuntimeError):
-        return id(tensor)
+        return (id(tensor),)
+
+
+def _place(tensor: Tensor) -> Any:
+    """Return a value that is the same for tensors with the same elements of the same storage."""
+    layout = (tensor.stride(), tensor.storage_offset()) if tensor.layout is torch.strided else None
+    return _storages(tensor), tensor.shape, layout
