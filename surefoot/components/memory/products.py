@@ -20,11 +20,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from surefoot.components.memory.again import Contexts
 from surefoot.core.cost import shape
+from surefoot.runtime.attributes.rewritten import OperatorMode
 
 # the expensive operators of a forward pass, by their names in torch.ops.aten
 PRODUCTS = (
@@ -140,20 +140,9 @@ class _SavedOutput:
         return self._parts[0] if self._is_one else tuple(self._parts)
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch does not wrap each call of this dispatch mode.
-
-        The wrapper only switches compilation off. It costs more than the call, and nothing is
-        compiled here.
-        """
-        return False
-
-
-class _SaveOutputs(_Mode):
+class _SaveOutputs(OperatorMode):
     def __init__(self, products: Products, kept: dict[int, _SavedOutput]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._products, self._kept, self._count = products, kept, 0
         self._work: list[ProductWork] = []
 
@@ -187,9 +176,9 @@ class _SaveOutputs(_Mode):
         return (needed is None or self._count < needed) and self._count not in again
 
 
-class _ReuseOutputs(_Mode):
+class _ReuseOutputs(OperatorMode):
     def __init__(self, products: Products, kept: dict[int, _SavedOutput]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._products, self._kept, self._count = products, kept, 0
 
     def __enter__(self) -> Self:

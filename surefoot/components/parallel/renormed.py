@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.core.errors import TaskError
-from surefoot.runtime.attributes.rewritten import find_rewritten
+from surefoot.runtime.attributes.rewritten import find_renormed, find_rewritten
 from surefoot.runtime.comm.group import Group
-
-
-def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
-    """Return the embeddings with `max_norm`, by name.
-
-    Their forward pass renormalizes the rows that it looks up.
-    """
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    }
 
 
 class JoinedRenorms:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from surefoot.core.errors import NumbersError
+from surefoot.runtime.attributes.rewritten import OperatorMode
 
 NAMES = {
     torch.float64: "fp64",
@@ -122,7 +122,7 @@ class ParameterDtypes:
 ROLES = ("storage", "compute", "gradient", "reduce", "master", "state")
 
 
-class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class DtypeRecord(OperatorMode):
     """Context that records the dtypes of every operator of a forward and backward pass.
 
     Args:
@@ -133,7 +133,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, model: nn.Module, *, tf32: bool = False, hooked: bool = True) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tf32 = tf32
         self._named = dict(model.named_parameters())
         self._names = {_key(parameter): name for name, parameter in self._named.items()}
@@ -157,11 +157,6 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for place, module in model.named_modules()
             ]
         self.parameters: tuple[ParameterDtypes, ...] = ()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # else torch imports its compiler to skip this mode; nothing compiles inside it
-        return False
 
     def __torch_dispatch__(
         self,
@@ -303,7 +298,7 @@ class DtypeRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {name: ", ".join(found) for name, found in sorted(self._operators.items())}
 
 
-class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OverflowRecord(OperatorMode):
     """Context that finds the first operator with finite inputs and a non-finite 16-bit output.
 
     `where` returns the name of the running module. An overflow may be visible only in the
@@ -311,7 +306,7 @@ class OverflowRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, where: Callable[[], str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._where = where
         # operator, module, output, inputs
         self.found: tuple[str, str, Tensor, list[Tensor]] | None = None

@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from surefoot.runtime.attributes.rewritten import OperatorMode
 from surefoot.runtime.nested_tensors import find_tensors
 
 OUR_FOLDER = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ class OperatorRecord:
         return f"{self.operator} -> {self.dtype}{where} ({self.line})"
 
 
-class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class PassRecord(OperatorMode):
     """Context that records operators with narrow outputs, and operators that draw random numbers.
 
     An output is narrow if it is floating-point and narrower than float64. `narrow` lists the
@@ -65,16 +65,12 @@ class PassRecord(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._names: dict[int, str] = {}
         self._is_paused = False
         self._casts: dict[OperatorRecord, None] = {}
         self._others: dict[OperatorRecord, None] = {}
         self._draws: dict[OperatorRecord, None] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled while operators are recorded
 
     def know(self, model: nn.Module) -> None:
         """Set the model whose modules are named in the records."""

@@ -30,16 +30,25 @@ HANDLES = {
 _FOUND: WeakKeyDictionary[nn.Module, dict[str, None]] = WeakKeyDictionary()
 
 
+def find_renormed(model: nn.Module) -> dict[str, nn.Embedding | nn.EmbeddingBag]:
+    """Return the embeddings with `max_norm`, by name.
+
+    Their forward pass renormalizes the rows that it looks up.
+    """
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+    }
+
+
 def find_rewritten(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that a watched forward pass of `model` wrote, by name.
 
     The embeddings with `max_norm` are included without a watched forward pass.
     """
-    names = {
-        f"{name}.weight".lstrip("."): None
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
-    } | _FOUND.get(model, {})
+    names = {f"{name}.weight".lstrip("."): None for name in find_renormed(model)}
+    names |= _FOUND.get(model, {})
     if not names:
         return {}
     held = dict(model.named_parameters(remove_duplicate=False))
@@ -78,7 +87,22 @@ class WeightSnapshot:
             parameter.copy_(values)
 
 
-class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode inside which nothing is compiled."""
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)  # type: ignore[no-untyped-call]
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # else torch imports its compiler, and wraps each call, to switch off compilation
+        return False
+
+
+class WriteWatch(OperatorMode):
     """Context that copies parameters before operators write to them.
 
     `parameter.data = ...` calls no operator: the watch refers to the old memory, which keeps its
@@ -91,18 +115,13 @@ class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._memory = {each: each.data for each in parameters}
         self._stored: dict[int, list[nn.Parameter]] = {}
         for each in self._memory:
             for storage in _storages(each):
                 self._stored.setdefault(storage, []).append(each)
         self._values: dict[nn.Parameter, Tensor] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # else torch imports its compiler to skip this mode; nothing compiles inside it
-        return False
 
     def __torch_dispatch__(
         self,

@@ -14,12 +14,11 @@ from torch import nn
 from surefoot.components.data import in_place
 from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import Iterated, copy_of
-from surefoot.components.parallel.renormed import find_renormed
 from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, Loss, Term
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.core.units import name_some
-from surefoot.runtime.attributes.rewritten import find_rewritten
+from surefoot.runtime.attributes.rewritten import find_renormed, find_rewritten
 from surefoot.train.assemble import Assembly
 from surefoot.train.assemble.reading import make_feed
 from surefoot.train.failure.blame import describe
