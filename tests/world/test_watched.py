@@ -132,7 +132,11 @@ def test_what_holds_up_the_others_is_named_where_no_supervisor_looks_on(
 def check_record(run: Path, kind: str, said: str) -> None:
     """Check that the log has one record of a hang, with the words of the error."""
     until_s = time.monotonic() + GENEROUS_S
-    while not (found := faults_of(run)) and time.monotonic() < until_s:
+    # on a busy machine, a rank may be a straggler before
+    while (
+        not (found := [each for each in faults_of(run) if each.fault != "straggler"])
+        and time.monotonic() < until_s
+    ):
         time.sleep(0.05)  # the process that watches writes it after the ranks have ended
     (fault,) = found
     assert fault.fault == kind
