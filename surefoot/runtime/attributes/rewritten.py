@@ -90,8 +90,8 @@ class WeightSnapshot:
 class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode inside which nothing is compiled."""
 
-    def __init_subclass__(cls, **given: Any) -> None:
-        super().__init_subclass__(**given)  # type: ignore[no-untyped-call]
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

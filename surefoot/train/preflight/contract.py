@@ -61,7 +61,7 @@ def check(assembly: Assembly) -> list[str]:
         return samples.SampleLosses(
             part,
             batch,
-            [trials.attempt(update, batch, what=what).loss for update in assembly.updates],
+            [trials.attempt(update, batch, what=what) for update in assembly.updates],
         )
 
     splits = (
@@ -70,9 +70,10 @@ def check(assembly: Assembly) -> list[str]:
         or len(assembly.feed.microbatches(window)) > 1  # on several ranks
     )
     with preserve_state(assembly.model, state, evaluates=False), trial_context(assembly):
-        (ids, batch, wholes), warnings = samples.find(assembly, attempt_all)
+        sampled, warnings = samples.find(assembly, attempt_all)
+        (ids, batch, firsts), wholes = sampled, sampled.losses
         assembly.warnings.extend(warnings)
-        for update, whole in zip(assembly.updates, wholes, strict=True):
+        for update, whole, first in zip(assembly.updates, wholes, firsts, strict=True):
             _check_kind(update.name, whole)
             _check_counts(assembly.task.counts, update.name, whole, batch)
             if splits:
@@ -88,7 +89,7 @@ def check(assembly: Assembly) -> list[str]:
             found = _check_sums(
                 assembly,
                 update.name,
-                partial(trials.attempt, update),
+                halving.start_with(first, batch, partial(trials.attempt, update)),
                 read,
                 batch,
                 ids,
@@ -158,6 +159,7 @@ def _check_in_training_mode(
         return []
     # random draws of training, such as mixing samples, may change the loss of a small batch
     is_split = splits and not trained.draws
+    attempt = halving.start_with(trained, batch, attempt)
     found = _check_sums(trials.assembly, name, attempt, read, batch, ids, splits=is_split)
     return [each for each in found if halving.UNCHECKED not in each]
 

@@ -43,11 +43,15 @@ PARTS_HINT = (
 
 
 class SampleLosses(NamedTuple):
-    """Samples as one batch, and the loss of each update on this batch."""
+    """Samples as one batch, and the trial of each update on this batch."""
 
     ids: np.ndarray
     batch: Batch
-    losses: list[Loss]
+    trials: list[halving.LossTrial]
+
+    @property
+    def losses(self) -> list[Loss]:
+        return [each.loss for each in self.trials]
 
 
 class LossTrials:
