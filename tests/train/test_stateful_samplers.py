@@ -98,6 +98,21 @@ class SkipsOnce(Kept):
         self.skip = held["count"]
 
 
+class SetsEpoch(Kept):
+    """Has the number of the epoch from the loop, and saves it."""
+
+    KEYS = ("epoch",)
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield from order(self.epoch)
+
+
 class Batches(CountsEpochs):
     """A batch sampler with a state."""
 
@@ -131,6 +146,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "keeps its position": lambda: DataLoader(data(), BATCH, sampler=KeepsPosition()),
     "keeps its order": lambda: DataLoader(data(), BATCH, sampler=KeepsOrder()),
     "skips once": lambda: DataLoader(data(), BATCH, sampler=SkipsOnce()),
+    "is told the epoch": lambda: DataLoader(data(), BATCH, sampler=SetsEpoch()),
     "a batch sampler": lambda: DataLoader(data(), batch_sampler=Batches()),
     "in a batch sampler": lambda: DataLoader(
         data(), batch_sampler=BatchSampler(CountsEpochs(), BATCH, drop_last=False)
@@ -146,11 +162,17 @@ def batch_values(batch: Any) -> list[float]:
     return [float(value) for value in found.flatten()]
 
 
+def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
+    if isinstance(loader.sampler, SetsEpoch):
+        loader.sampler.set_epoch(epoch)
+
+
 def plain(loader: DataLoader[Any]) -> list[list[float]]:
     """The batches of a plain loop."""
     torch.manual_seed(7)
     found = []
-    for _ in range(EPOCHS):
+    for epoch in range(EPOCHS):
+        set_epoch(loader, epoch)
         found += [batch_values(batch) for batch in loader]
     return found
 
@@ -162,7 +184,8 @@ def attached(loader: DataLoader[Any], folder: Path, steps: int) -> list[list[flo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     run = surefoot.attach(model=model, optimizer=optimizer, data=loader, folder=folder)
     found: list[list[float]] = []
-    for _ in range(run.first_pass, EPOCHS):
+    for epoch in range(run.first_pass, EPOCHS):
+        set_epoch(loader, epoch)
         for batch in run.batches():
             found.append(batch_values(batch))
             run.step_done(0.0)
@@ -176,7 +199,11 @@ def attached(loader: DataLoader[Any], folder: Path, steps: int) -> list[list[flo
     return found
 
 
-@pytest.mark.quick("counts epochs-in an epoch", "keeps its position-between epochs")
+@pytest.mark.quick(
+    "counts epochs-in an epoch",
+    "keeps its position-between epochs",
+    "is told the epoch-between epochs",
+)
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("name", LOADERS)
 def test_an_attached_loop_resumes_with_the_batches_of_a_plain_loop(
@@ -213,6 +240,31 @@ def test_a_loaded_state_that_would_skip_samples_is_left_out() -> None:
     before = dict(vars(loader.sampler))
     assert not [name for name in watched.pass_states() if name.startswith("state of")]
     assert vars(loader.sampler) == before
+
+
+def test_a_container_that_nothing_has_changed_is_not_written() -> None:
+    class Watched(list[int]):
+        def clear(self) -> None:
+            raise AssertionError("cleared")
+
+        def __setitem__(self, *given: Any) -> None:
+            raise AssertionError("written")
+
+    loader = LOADERS["skips once"]()
+    loader.sampler.order = Watched(order(0))  # type: ignore[attr-defined]
+    list(loader)
+    assert not ObservedLoader(loader).part_states()
+
+
+def test_a_source_may_have_parts_of_its_own(tmp_path: Path) -> None:
+    class InParts(surefoot.data.Arrays):
+        parts = ("a.bin", "b.bin")
+
+    class OfParts(Task):
+        def data(self, split: str) -> Any:
+            return InParts(torch.arange(float(SAMPLES))[:, None])
+
+    assert len(train(tmp_path, OfParts(data()), 2)) == 2
 
 
 def test_a_state_that_no_checkpoint_can_store_is_left_out(tmp_path: Path) -> None:

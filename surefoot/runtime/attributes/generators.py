@@ -75,7 +75,7 @@ def sign_generator(generator: Any) -> object:
 def sign_state(state: Any) -> object:
     """Return a state from `generator_state` in a form that `==` compares."""
     if isinstance(state, Tensor):
-        return state.numpy().tobytes()
+        return state.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     if isinstance(state, np.ndarray):
         return state.tobytes()
     if isinstance(state, dict):

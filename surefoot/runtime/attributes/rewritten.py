@@ -155,7 +155,8 @@ class WriteWatch(OperatorMode):
 class HandleWatch(TorchFunctionMode):
     """Context in which a tensor counts as written once code outside of torch gets its memory.
 
-    NumPy, and kernels that are given an address, write without an operator.
+    NumPy, and kernels that are given an address, write without an operator. A write through memory
+    that such code got before the context is not seen.
     """
 
     def __torch_function__(
@@ -165,7 +166,11 @@ class HandleWatch(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in HANDLES and type(args[0]) in (Tensor, nn.Parameter) and not args[0].is_sparse:
+        if (
+            func in HANDLES
+            and type(args[0]) in (Tensor, nn.Parameter)
+            and not (args[0].is_sparse or args[0].is_inference())
+        ):
             # writes no element; all watches see the operator
             args[0].data.as_strided((0,), (1,)).zero_()
         return func(*args, **(kwargs or {}))

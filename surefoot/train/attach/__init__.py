@@ -128,7 +128,8 @@ class AttachedLoop:
         `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
         is not a scalar.
         """
-        self.session.step_done(as_loss(loss), num_samples)
+        if not self.session.telling.is_over():
+            self.session.step_done(as_loss(loss), num_samples)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time the `with` block as phase `name` of the step; time outside all phases is "other".

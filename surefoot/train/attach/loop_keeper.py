@@ -153,6 +153,8 @@ class LoopKeeper:
             self._before = PassDigest.from_state(loop["seen"]) if "seen" in loop else None
             self._to_yield_again = list(loop.get("in_hand", ()))
             self._excess = int(loop.get("excess", 0))
+            if self._is_between:  # before the loop calls `set_epoch`
+                self._watched.restore_parts(self._own_now)
         self._wanted = checkpoint.random_states()
         if data is not None:
             self._data.load_state_dict(data)  # type: ignore[attr-defined]
@@ -214,9 +216,10 @@ class LoopKeeper:
         self._watched.begin_pass()
         self.difference = None
         if wanted is not None and self._is_between:
+            now = self._watched.part_states()  # the loop may have called `set_epoch`
             self._compare_first()
             checkpoint.restore_random(wanted)
-            self._restore_generators(self._own_now)
+            self._restore_generators({**self._own_now, **now})
             wanted = None
         self._is_between = False
         in_hand, self._to_yield_again = self._to_yield_again, []

@@ -88,10 +88,7 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
     Variables of `caller` are searched for objects with state that were not given. Raises what
     `attach` raises.
     """
-    # if not checked, the loop has initialized torch.distributed itself
-    if not environment.has_process_group():
-        place.check_launcher()
-    check_not_importing()
+    _check_process()
     optimizers = check_given(asked.model, asked.optimizer, asked.data, asked.state)
     check_shaped(asked.model, "before attach")
     group = loop_ranks.find_group(asked.folder)
@@ -111,7 +108,8 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
         accept_code_change=True,
         closed_by=(),
     )
-    with loop_ranks.acquire_folder(group, choose) as (chosen, lock), ExitStack() as unless_open:
+    # closed last: the folder is given back under its lock
+    with ExitStack() as unless_open, loop_ranks.acquire_folder(group, choose) as (chosen, lock):
         opened = ExitStack()
         unless_open.callback(opened.close)
         opened.callback(lock.release)
@@ -123,6 +121,7 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
         resumed = _resume(keeper, progress, made, settings, where()) if chosen.is_again else ()
         notes = (*chosen.notes, *resumed, *made.notes)
         ledger = group.settle(lambda: RankedLedger(group, root, watched.promise, lock.generation))
+        opened.callback(ledger.close)
         started = functools.partial(
             make_started_record,
             model,
@@ -137,7 +136,6 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
         console = Console(total_steps=None, unit="samples", quiet=True)
         telling = LoopLog(journal, console, clock, lock.generation, group, opened)
         opened.callback(lambda: telling.journal.abandon())
-        opened.callback(ledger.close)
         opened.callback(watched.close)
         opened.callback(clock.listen_to_collections())
         session = LoopSession(
@@ -158,10 +156,17 @@ def open_loop(asked: LoopRequest, caller: FrameType) -> LoopSession:
             device=device,
             started_s=started_s,
         )
+        _tell(session, chosen, notes if group.is_first else ())
+        clock.begin_steps()
         unless_open.pop_all()
-    _tell(session, chosen, notes if group.is_first else ())
-    clock.begin_steps()
     return session
+
+
+def _check_process() -> None:
+    # if not checked, the loop has initialized torch.distributed itself
+    if not environment.has_process_group():
+        place.check_launcher()
+    check_not_importing()
 
 
 def _find_objects(

@@ -159,8 +159,8 @@ def _check_in_training_mode(
         return []
     # random draws of training, such as mixing samples, may change the loss of a small batch
     is_split = splits and not trained.draws
-    attempt = halving.start_with(trained, batch, attempt)
-    found = _check_sums(trials.assembly, name, attempt, read, batch, ids, splits=is_split)
+    again = halving.start_with(trained, batch, attempt)
+    found = _check_sums(trials.assembly, name, again, read, batch, ids, splits=is_split)
     return [each for each in found if halving.UNCHECKED not in each]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from types import ModuleType
@@ -18,6 +19,7 @@ MAX_NESTED = 16  # samplers inside each other, and containers in a state
 MAX_PLACES = 10_000  # samplers and datasets of a loader
 # attributes of a loader, a sampler, or a dataset such as torch's Subset and ConcatDataset
 PARTS = ("batch_sampler", "sampler", "dataset", "datasets")
+OF_THREADS = ("threading", "queue", "multiprocessing", "concurrent", "asyncio", "socket")
 
 
 def _saves_state(value: Any) -> bool:
@@ -65,10 +67,10 @@ def find_parts(data: Any) -> dict[str, Any]:
 
 
 def read_state(part: Any) -> Any:
-    """Return a copy of the state of a sampler or dataset between two epochs; None if it is no use.
+    """Return a copy of the state of a sampler or dataset between two epochs, or None.
 
-    It is of no use if a checkpoint cannot store it, or if loading it changes the object. Such an
-    object resumes at a position in the epoch, but an epoch is read again from its first batch.
+    None if a checkpoint cannot store the state, or if loading it changes the object. Such an object
+    resumes at a position in the epoch, but an epoch is read again from its first batch.
     """
     objects = _objects_in(part)
     before = [dict(vars(each)) for each in objects]
@@ -90,13 +92,27 @@ def read_state(part: Any) -> Any:
         state, is_same = None, False
     for each, values, held in zip(objects, before, copies, strict=True):
         for key, content in held.items() if not is_same else ():
-            values[key].clear()
-            (values[key].update if isinstance(content, dict | set) else values[key].extend)(content)
+            _put_back(values[key], content)
         own = vars(each)
         for key in [key for key in own if key not in values]:
             del own[key]
         own.update(values)  # never cleared, because a thread may read it
     return state if is_same else None
+
+
+def _put_back(value: Any, content: Any) -> None:
+    """Give a container its old content, if it has another one: a thread may be reading it."""
+    if isinstance(value, dict):
+        now, before = [*value, *value.values()], [*content, *content.values()]
+    else:
+        now, before = list(value), list(content)
+    if len(now) == len(before) and all(map(operator.is_, now, before)):
+        return
+    if isinstance(value, list):
+        value[:] = content
+        return
+    value.clear()
+    (value.update if isinstance(content, dict | set) else value.extend)(content)
 
 
 def _is_storable(state: Any, depth: int = 0) -> bool:
@@ -106,16 +122,18 @@ def _is_storable(state: Any, depth: int = 0) -> bool:
         parts = [*state.keys(), *state.values()] if isinstance(state, dict) else state
         return all(_is_storable(each, depth + 1) for each in parts)
     if kind is Tensor:
-        return state.layout is torch.strided and not (
-            state.is_nested or state.is_meta or state.is_complex() or state.is_quantized
-        )
+        is_plain = state.device.type == "cpu" and state.layout is torch.strided
+        return is_plain and not (state.is_nested or state.is_complex() or state.is_quantized)
     if kind is np.ndarray or isinstance(state, np.generic):
         return state.dtype.kind in "biuf" and state.dtype.isnative and state.dtype.itemsize <= 8
     return kind in (bool, int, float, str, bytes, type(None))
 
 
 def _objects_in(part: Any) -> list[Any]:
-    """Return an object and those in its attributes that have attributes, without classes."""
+    """Return an object and those in its attributes that have attributes.
+
+    Classes are left out, and objects that belong to threads or processes.
+    """
     found, depth = [part], {id(part): 0}
     for each in found:
         for value in vars(each).values():
@@ -123,6 +141,7 @@ def _objects_in(part: Any) -> list[Any]:
                 if (
                     hasattr(inner, "__dict__")
                     and not isinstance(inner, type | ModuleType | Tensor)
+                    and type(inner).__module__.partition(".")[0] not in OF_THREADS
                     and id(inner) not in depth
                     and depth[id(each)] < 4
                     and len(found) < 64

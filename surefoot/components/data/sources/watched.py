@@ -351,11 +351,12 @@ class ObservedLoader:
 
         The state of a part is left out if `read_state` returns none.
         """
-        states = self.generator_states()
-        for name, part in self.parts.items():
-            if (state := read_state(part)) is not None:
-                states[name] = state
-        return states
+        return self.generator_states() | self.part_states()
+
+    def part_states(self) -> dict[str, Any]:
+        """Return the states of `parts`, without those for which `read_state` returns none."""
+        states = {name: read_state(part) for name, part in self.parts.items()}
+        return {name: state for name, state in states.items() if state is not None}
 
     def restore_parts(self, states: Mapping[str, Any]) -> None:
         """Load the states that `pass_states` returned into the samplers and datasets."""

@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.state import learning_rate_of
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.generators import find_generators, sign_generator
@@ -400,7 +401,7 @@ def describe_task(assembly: Assembly, generators: UnheldGenerators) -> list[str]
     task, source = assembly.task, assembly.feed.source
     named = list((task.state() if task.state is not None else {}).values())
     optimizers = [each for update in assembly.updates for each in update.guarded.optimizers]
-    inner = getattr(source, "parts", {}).values()
+    inner = source.parts.values() if isinstance(source, Iterated) else ()
     held = _with_parts([*named, source, *inner, *optimizers, *assembly.model.modules()])
     lines = [describe_generator(name, "run") for name in generators.find_drawn()]
     reported: list[str] = []

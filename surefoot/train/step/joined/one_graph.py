@@ -44,8 +44,7 @@ class AccumulateAsGraph:
         update.guarded.clear_gradients()
         for see in self._points.before_update:
             see()
-        if index:
-            self._eager.clock.switch(FORWARD)  # the graph is timed as forward pass
+        self._eager.clock.switch(FORWARD)  # the graph is timed as forward pass
         self._eager.draws.seed(given.number, 0, 0)
         done = self._whole(given.batches[0])
         if done is None:
