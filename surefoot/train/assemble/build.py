@@ -23,18 +23,18 @@ class Stage(NamedTuple):
 
 
 ORDER = (
-    Stage("device", stages.find_own_device, "seeds come before all that may draw"),
-    Stage("task", stages.take, "a task may bring tables of the spec"),
+    Stage("device", stages.choose_device, "seeds come before all that may draw"),
+    Stage("task", stages.resolve_task, "a task may bring tables of the spec"),
     Stage("data", stages.read_data, "the steps of an epoch follow from the number of samples"),
     Stage(
         "model",
         stages.make_model,
         "the seeds are set again, so that the weights do not depend on what reading the data drew",
     ),
-    Stage("feed", stages.make_own_feed, "it divides the samples among the ranks"),
+    Stage("feed", stages.make_feed_of_rank, "it divides the samples among the ranks"),
     Stage(
         "storage",
-        stages.set_own_storage,
+        stages.set_storage_dtypes,
         "frozen parameters and their dtypes are settled before anything refers to parameters",
     ),
     Stage("recompute", stages.wrap_blocks, "sharding gathers the weights of a wrapped block"),
@@ -45,7 +45,7 @@ ORDER = (
     ),
     Stage(
         "trial",
-        stages.evaluate_few,
+        stages.evaluate_few_samples,
         "a plateau schedule has to know which scores are better; sharded weights need all ranks",
     ),
     Stage("schedule", stages.make_schedule, "its lengths count the samples that the feed gives"),
@@ -55,7 +55,7 @@ ORDER = (
     Stage("step", stages.make_step, "it calls all of the above"),
     Stage("observers", stages.add_observers, "they are called at the points of the step"),
     Stage("compile", stages.compile_parts, "a graph holds what the other stages have left"),
-    Stage("words", stages.tell, "they are about the finished parts"),
+    Stage("messages", stages.collect_messages, "they are about the finished parts"),
 )
 
 

@@ -140,12 +140,12 @@ class Build:
         )
 
 
-def find_own_device(build: Build) -> None:
+def choose_device(build: Build) -> None:
     build.device = find_device(build.spec.train.device)
     set_seeds(build.spec.train.seed)
 
 
-def take(build: Build) -> None:
+def resolve_task(build: Build) -> None:
     build.task, build.spec = take_task(build.spec, build.given)
 
 
@@ -159,14 +159,14 @@ def make_model(build: Build) -> None:
     build.modes = set_modes(build.model)
 
 
-def make_own_feed(build: Build) -> None:
+def make_feed_of_rank(build: Build) -> None:
     spec, group = build.spec, build.mesh.whole
     share = Share(group.rank, group.size, spec.layout.virtual_ranks)
     build.feed = make_feed(spec, build.source, share)
     build.notes += _describe_choices(spec, build.task, build.feed)
 
 
-def set_own_storage(build: Build) -> None:
+def set_storage_dtypes(build: Build) -> None:
     """Freeze parameters, and store them in the dtype that the spec selects."""
     frozen = freeze(build.model, build.spec.optim.freeze)
     build.notes += [f"{len(frozen)} parameters are frozen"] if frozen else []
@@ -189,7 +189,7 @@ def wrap_blocks(build: Build) -> None:
         build.notes.append(f"the resume leaves out {left_out}, on purpose: fault.forget")
 
 
-def evaluate_few(build: Build) -> None:
+def evaluate_few_samples(build: Build) -> None:
     """Evaluate a few samples, unless it is known whether a higher or a lower score is better."""
     build.read = functools.cache(functools.partial(read_split, build.task))
     if build.better:
@@ -326,7 +326,7 @@ def compile_parts(build: Build) -> None:
     build.steps = replace(build.steps, whole=whole, eager=compiled.eager)
 
 
-def tell(build: Build) -> None:
+def collect_messages(build: Build) -> None:
     """Collect the notes that are printed at the start."""
     spec, feed, device = build.spec, build.feed, build.device
     build.told += [

@@ -28,9 +28,9 @@ class TimedConvolutions:
     ) -> None:
         self._step, self._telling, self._is_on = step, telling, True
         self._shapes: set[tuple[torch.Size, ...]] = set()
-        observers.batch_read.append(self._see)
+        observers.batch_read.append(self._on_batch)
 
-    def _see(self, batch: Batch) -> None:
+    def _on_batch(self, batch: Batch) -> None:
         if self._is_on:
             self._shapes.add(tuple(each.shape for each in find_tensors(batch)))
 

@@ -69,11 +69,11 @@ def open_session(asked: RunRequest, opened: ExitStack, stops: StopRequests) -> R
     What has to be closed at the end is added to `opened`. Raises InputError before anything is
     written.
     """
-    heard: list[str] = []  # messages on the connection of the ranks
-    group = opened.enter_context(together.join_ranks(asked.spec, heard))
+    join_notes: list[str] = []  # messages on the connection of the ranks
+    group = opened.enter_context(together.join_ranks(asked.spec, join_notes))
     mesh = together.make_mesh(group, asked.spec)
     made = group.settle(lambda: _prepare(asked, mesh))
-    made.assembly.warnings.extend(heard)
+    made.assembly.warnings.extend(join_notes)
     together.check_alike(group, made.assembly, made.program, asked.wanted())
     spec = environment.as_run(made.assembly.spec) if asked.start is None else None
     with together.acquire_run_folder(group, made.choose, spec) as (chosen, lock):
@@ -151,12 +151,12 @@ def _open(
     clock.start(phases.LOGGING)
     since = progress.step if progress.is_resumed else None
     notes = chosen.describe_start(since) if begun is None else begun.notes
-    said = (*chosen.notes, *notes, *assembly.said)
+    messages = (*chosen.notes, *notes, *assembly.said)
     warnings = (*keeper.disk_note(), *assembly.warnings)
-    told = environment.as_run(spec), made.program, (*said, *warnings, *made.notes)
+    start_fields = environment.as_run(spec), made.program, (*messages, *warnings, *made.notes)
     journal.begin(
         assembly.make_started_record(
-            lock.generation, *told, first_step=progress.step + 1, parent=keeper.parent or {}
+            lock.generation, *start_fields, first_step=progress.step + 1, parent=keeper.parent or {}
         )
     )
     tensorboard.begin(lock.generation)
@@ -190,7 +190,7 @@ def _open(
         other_data=progress.other_data,
     )
     telling.tell_damage(damage, progress.step)
-    telling.begin((*said, f"run folder {where()}"), warnings if group.is_first else ())
+    telling.begin((*messages, f"run folder {where()}"), warnings if group.is_first else ())
     for saved in first:
         session.on_save(saved)
     return session

@@ -134,8 +134,8 @@ class EagerAccumulate:
             totals = self.collectives.reduce(index, totals)
             if gathered.was_used and division.counts is not None:
                 check_gathered(division.counts, totals)
-        for see in self.points.gradients_reduced:
-            see(update, totals)
+        for observe in self.points.gradients_reduced:
+            observe(update, totals)
         return Gradients(totals, division.scale, is_constant=bool(given.batches) and not has_run)
 
     @functools.cached_property
@@ -191,8 +191,8 @@ class EagerAccumulate:
             )
             add_terms(totals, loss.terms)
             collectives.end_pass(index, given.first + position + 1, totals)
-            for see in self.points.microbatch_done:
-                see(update, given, position, totals)
+            for observe in self.points.microbatch_done:
+                observe(update, given, position, totals)
         return has_run
 
     def factors_of(self, loss: Loss, division: Division, given: StepInput) -> list[Tensor]:

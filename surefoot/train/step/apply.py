@@ -40,8 +40,8 @@ class GuardedApply:
         self.collectives.finish(index, factor)
         if gradients.is_constant:
             check_has_gradient(update, gradients.totals)
-        for see in self.points.before_update:
-            see()
+        for observe in self.points.before_update:
+            observe()
         self.clock.switch(OPTIMIZER)
         norm, applied = update.guarded.step_if_finite(factor)
         overflowed = self.scaler is not None and has_overflowed(norm, factor)

@@ -52,9 +52,9 @@ class EagerStep:
     def __call__(self, given: StepInput) -> StepReport:
         if self._points.batch_read:
             self._clock.switch(DATA)
-            for see in self._points.batch_read:
+            for observe in self._points.batch_read:
                 for batch in given.batches:
-                    see(batch)
+                    observe(batch)
             self._clock.switch(FORWARD)
         self._buffers.keep()
         self._collectives.begin(given)
@@ -73,8 +73,8 @@ class EagerStep:
         """Finish a step after its updates, and return its report."""
         done = join_updates(given, updates)
         self._collectives.end(done, self._buffers)
-        for see in self._points.published:
-            see(done)
+        for observe in self._points.published:
+            observe(done)
         self._clock.end_step(given.number)
         report = make_report(done, self._collectives.end_step(given), self._names)
         if self._scaler is not None:

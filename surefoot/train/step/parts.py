@@ -157,7 +157,7 @@ def _make_as_graph(parts: StepParts, points: Points) -> StepProgram:
     assert parts.whole is not None
     passes = make_passes(parts, points)
     graph = AccumulateAsGraph(passes, parts.whole, parts.record, points)
-    timed = replace(points, published=(graph.see_published, *points.published))
+    timed = replace(points, published=(graph.on_published, *points.published))
     return _record_first(parts, timed, graph, passes.within, graph.is_graph)
 
 

@@ -36,9 +36,9 @@ class WatchedForWrites:
         self._lent = in_place.InPlaceWriteCheck(assembly.feed.source)
         self._num_left, self._is_watched = 0 if is_known else NUM_WATCHED, False
         if self._num_left:
-            observers.batch_read.append(self._see)
+            observers.batch_read.append(self._on_batch)
 
-    def _see(self, batch: Batch) -> None:
+    def _on_batch(self, batch: Batch) -> None:
         if self._is_watched:
             self._lent.lend(batch)
 

@@ -17,16 +17,16 @@ class NoiseObserver:
         self._first: tuple[float | Tensor, Count] = (0.0, 0.0)  # norm and item count
 
     def observe(self, observers: Observers) -> None:
-        observers.microbatch_done.append(self._see_microbatch)
-        observers.published.append(self._see_step)
+        observers.microbatch_done.append(self._on_microbatch)
+        observers.published.append(self._on_step)
 
-    def _see_microbatch(
+    def _on_microbatch(
         self, update: LiveUpdate, given: StepInput, position: int, totals: Totals
     ) -> None:
         if position == 0:  # later passes add to these gradients
             self._first = update.guarded.norm(), next(iter(totals.values()))[1]
 
-    def _see_step(self, done: StepDone) -> None:
+    def _on_step(self, done: StepDone) -> None:
         if not done.updates:
             return
         ((_, gradients, applied),) = done.updates

@@ -43,8 +43,8 @@ class AccumulateInBackward:
             add_terms(totals, loss.terms)
             norm, was_applied = math.nan, can_apply(update, loss.terms)
             if was_applied:
-                for see in self.points.before_update:
-                    see()
+                for observe in self.points.before_update:
+                    observe()
                 eager.clock.switch(BACKWARD)
                 totals_of_terms = [term.total for term in loss.terms]
                 norm = update.in_backward.step(lambda: backward(totals_of_terms, factors))

@@ -42,8 +42,8 @@ class AccumulateAsGraph:
         if not self.is_graph(given.number):
             return self._eager(update, index, given)
         update.guarded.clear_gradients()
-        for see in self._points.before_update:
-            see()
+        for observe in self._points.before_update:
+            observe()
         self._eager.clock.switch(FORWARD)  # the graph is timed as forward pass
         self._eager.draws.seed(given.number, 0, 0)
         done = self._whole(given.batches[0])
@@ -61,7 +61,7 @@ class AccumulateAsGraph:
             return False
         return not (self._record.is_on and number <= EAGER_STEPS)
 
-    def see_published(self, done: StepDone) -> None:
+    def on_published(self, done: StepDone) -> None:
         """Report the time of a step; the first one of the process is observed, and so slower."""
         if done.updates and not self._record.is_first:
             plan = self._whole.plan
