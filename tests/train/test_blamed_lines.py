@@ -5,6 +5,7 @@ So is one that torch raises below it.
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -171,6 +172,9 @@ def test_an_error_in_a_worker_of_a_loader_is_told_as_itself_with_its_line(
     monkeypatch.setitem(sys.modules, "items_of_a_worker", items)
     with pytest.raises(Exception, match="DataLoader worker process") as caught:
         next(iter(torch.utils.data.DataLoader(items.Items(), num_workers=1)))
+    for worker in multiprocessing.active_children():  # the error refers to it, and keeps it alive
+        worker.terminate()
+        worker.join()
     told = blame.describe(caught.value)
     assert "record 3" in told
     assert f"{kind}: " in told
