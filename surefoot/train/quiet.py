@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -119,15 +120,26 @@ def preserve_state(
 
 @contextmanager
 def preserve_attributes(task: object) -> Iterator[None]:
-    """Restore the small attributes of a task, such as counters, at the end of the context."""
-    held = small_attributes(task)
+    """Restore the small attributes of a task, such as counters, and the working folder.
+
+    They are restored at the end of the context.
+    """
+    held, folder = small_attributes(task), _working_folder()
     snapshot = AttributeSnapshot(nn.Module(), [(task, name) for name in held])
     try:
         yield
     finally:
+        os.chdir(folder)
         for name in small_attributes(task).keys() - held.keys():
             del vars(task)[name]
         snapshot.put_back()
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted, and chdir to it by its path would fail
+        return "."
 
 
 class ModeSwitch:

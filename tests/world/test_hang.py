@@ -430,6 +430,9 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     assert not is_stalled([seen(0, 7, 9.0, step=1), seen(1, 6, None, step=1)], 5.0)
     saves = RankSnapshot(1, Record(5, BUSY, 6, Kind.NONE, 0, None), "D")
     assert not is_stalled([seen(0, 7, 9.0), saves], 5.0)
+    stopped = [seen(0, 7, 9.0), saves._replace(state="T")]  # it does not save
+    assert is_stalled(stopped, 5.0)
+    assert find_hang(stopped).ranks == (1,)
     alone = RankSnapshot(1, Record(5, BUSY, 7, Kind.GATHER, 4, 9.0), "S")
     # what the others take no part in does not end by itself
     assert is_stalled([seen(0, 7, 9.0), alone], 5.0)

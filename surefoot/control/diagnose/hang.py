@@ -17,8 +17,9 @@ from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_to
 EARLY, FIRST_STEPS = 10, 1
 TOGETHER = "distributed"  # the part of torch that is in the stack of a rank inside a collective
 FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` formats a frame
+STOPPED = "T"
 STATES = {
-    "T": "it is stopped (SIGSTOP)",
+    STOPPED: "it is stopped (SIGSTOP)",
     "t": "it is paused by a debugger",
     "D": "it waits for a disk",
     "Z": "it has ended",
@@ -41,13 +42,15 @@ class Hang:
 def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
     """Return whether a rank has waited for at least `after_s` seconds in a collective.
 
-    Return False while one rank does work that only one rank does, such as saving, and while all
-    `rows` wait for ranks of other hosts to join. Up to the first step, which may compile, the limit
-    is `EARLY` times as long.
+    Return False while one rank does work that only one rank does, such as saving, unless its
+    process is stopped; and while all `rows` wait for ranks of other hosts to join. Up to the first
+    step, which may compile, the limit is `EARLY` times as long.
     """
     if all(row.record.kind is Kind.JOIN and row.record.waits_s is not None for row in rows):
         return False
-    if any(row.record.is_busy and row.record.waits_s is None for row in rows):
+    if any(
+        row.record.is_busy and row.record.waits_s is None and row.state != STOPPED for row in rows
+    ):
         # a rank that saves but waits in a collective itself does not count as busy
         return False
     return any(
