@@ -21,7 +21,9 @@ import pytest
 import torch
 
 from surefoot.contract import events, manifest
-from surefoot.core import place
+from surefoot.core import flight, place
+from surefoot.core.errors import LostRank
+from surefoot.runtime.comm import watched as watching
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.watched import watched
 from tests.train.small import faults_of
@@ -384,3 +386,24 @@ def test_torchrun_hears_of_a_hang_by_an_exit_code_and_its_restart_goes_on(
     assert started[1].first_step > 1
     assert events.is_finished(tmp_path / "run")
     check_record(tmp_path / "run", "hang", said)
+
+
+@pytest.mark.parametrize("dismissed", [0, 1])
+def test_a_rank_that_fails_as_a_hang_is_reported_leaves_its_record_to_the_report(
+    dismissed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error that the end of another rank causes does not end the process that watches."""
+    monkeypatch.setattr(watching, "LOOK_S", 1000.0)  # the thread does not look any more
+    records = [flight.make_file(f"rank {rank}") for rank in range(2)]
+
+    def fail() -> int:
+        watch = watching._Watch(0, [(each, -1) for each in records], (), 1.0)
+        flight.dismiss(records[dismissed])
+        watch.close()
+        return 0  # what the rank's own error would become, with no process that watches left
+
+    try:
+        assert os.waitstatus_to_exitcode(os.waitpid(forked(fail), 0)[1]) == LostRank.exit_code
+    finally:
+        for each in records:
+            os.close(each)

@@ -100,8 +100,7 @@ class _Watch:
 
     def _check_ranks(self) -> None:
         while not self._is_over.wait(LOOK_S):
-            if flight.is_dismissed(self._mine):
-                os._exit(LostRank.exit_code)  # the main thread hangs or waits for a rank that hangs
+            self._end_if_dismissed()
             waits_s = flight.read(self._mine).waits_s
             if (
                 self._watcher is None
@@ -110,6 +109,11 @@ class _Watch:
                 and self._is_chosen()
             ):
                 self._watcher = self._start()
+
+    def _end_if_dismissed(self) -> None:
+        """End this process if a hang was reported; its main thread hangs, or waits for one."""
+        if any(flight.is_dismissed(record) for record, _ in self._files):
+            os._exit(LostRank.exit_code)
 
     def _is_chosen(self) -> bool:
         """Return whether this rank is the first to get the lock for starting the process."""
@@ -139,6 +143,9 @@ class _Watch:
         """End the thread, and the process that detects hangs if this rank started it."""
         self._is_over.set()
         self._thread.join()
+        # a dismissed rank that ends first breaks a collective of this one; the process that detects
+        # hangs has then still to record the hang
+        self._end_if_dismissed()
         if self._watcher is not None:
             self._watcher.kill()
             self._watcher.wait()
