@@ -20,10 +20,11 @@ from torch import Tensor
 
 from surefoot.components.checkpoint.foreign import open_foreign
 from surefoot.contract import digest, events, manifest, runlock
+from surefoot.contract.run_folder import removals
 from surefoot.core.errors import InputError, SurefootError
 
 TIMED_IN_RUN, TIMED_IN_COMMIT = (
-    (events.FILE, runlock.FILE, "ledger.bin"),
+    (events.FILE, runlock.FILE, removals.FILE, "ledger.bin"),
     ("clock.json", manifest.FILE),
 )
 TIMED_PREFIXES = ("events.out.tfevents",)

@@ -274,6 +274,7 @@ def test_a_link_that_leads_out_is_named_and_one_within_is_not(tmp_path: Path) ->
 
 
 def test_a_log_is_ours_only_beside_our_lock(tmp_path: Path) -> None:
-    for name in ("ours/events.jsonl", "ours/run.lock", "theirs/events.jsonl"):
+    ours = ("ours/events.jsonl", "ours/removed.jsonl", "ours/run.lock")
+    for name in (*ours, "theirs/events.jsonl", "theirs/removed.jsonl"):
         text(name, "")(tmp_path)
-    assert list_timed(tmp_path) == ("ours/events.jsonl", "ours/run.lock")
+    assert list_timed(tmp_path) == ours
