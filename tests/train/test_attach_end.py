@@ -178,3 +178,42 @@ def test_a_folder_is_let_go_although_workers_of_the_loader_live_on(tmp_path: Pat
                 run.step_done(loop.train_on(batch))
             raise ValueError("spilled")
         assert read(tmp_path / "run")[-1].generation == generation
+
+
+# ---- what has no effect is said
+
+
+def test_calls_after_the_end_are_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loop = Loop()
+    run = loop.attach(tmp_path / "run")
+    for batch in run.batches():
+        run.step_done(loop.train_on(batch))
+    run.close()
+    run.close()
+    assert "after the end" not in capsys.readouterr().err
+    for batch in run.batches():
+        run.step_done(loop.train_on(batch))
+    run.save()
+    said = capsys.readouterr().err
+    assert said.count("after the end of the loop") == 1
+    assert "batches() after the end of the loop: no step is recorded or saved" in said
+
+
+@pytest.mark.parametrize(
+    ("save", "reads", "is_said"),
+    [("2 steps", False, True), ("2 steps", True, False), (None, False, False)],
+)
+def test_a_loop_that_does_not_read_its_batches_from_the_run_is_said_not_to_be_saved(
+    save: str | None,
+    reads: bool,
+    is_said: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    loop = Loop()
+    with loop.attach(tmp_path / "run", save=save) as run:
+        for batch in run.batches() if reads else loop.data:
+            run.step_done(loop.train_on(batch))
+    assert ("this step read no batch from batches()" in capsys.readouterr().err) == is_said

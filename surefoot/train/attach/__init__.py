@@ -128,7 +128,7 @@ class AttachedLoop:
         `num_samples` defaults to the samples read since the last step. Raises TaskError if `loss`
         is not a scalar.
         """
-        if not self.session.telling.is_over():
+        if not self.session.telling.is_over_for("step_done()"):
             self.session.step_done(as_loss(loss), num_samples)
 
     def phase(self, name: str) -> AbstractContextManager[None]:

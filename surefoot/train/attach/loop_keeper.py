@@ -390,6 +390,10 @@ class LoopKeeper:
 
     # ---- saving
 
+    @property
+    def saves_regularly(self) -> bool:
+        return self._every is not None
+
     def is_due(self, step: int) -> bool:
         every = self._every
         if every is None:

@@ -32,6 +32,7 @@ from surefoot.runtime.comm.group import Group
 from surefoot.train import environment
 from surefoot.train.attach.arguments import can_save_position
 from surefoot.train.attach.loop_keeper import LoopKeeper
+from surefoot.train.attach.loop_progress import LoopProgress
 from surefoot.train.attach.loop_ranks import RankedLedger, prepare_save
 from surefoot.train.attach.read_ahead import PendingBatches, ReadBatch
 from surefoot.train.failure import blame
@@ -40,51 +41,21 @@ from surefoot.train.record.scores import timing_rows
 from surefoot.train.record.telling import RunLog
 from surefoot.train.resume.program import Program
 
-
-@dataclass(kw_only=True)
-class LoopProgress:
-    """Counters of a loop, in all of its attempts.
-
-    Args:
-        length: Number of batches in an epoch, if it is known.
-        step: Number of steps.
-        num_samples: Number of samples that the steps read.
-        num_batches: Number of batches that the loop has read.
-        num_passes: Number of whole epochs.
-        training_s: Seconds of training up to the last record of steps.
-        num_untimed: Number of samples in attempts that did not record the time.
-        loss: Mean loss of the last record of steps.
-    """
-
-    length: int | None
-    step: int = 0
-    num_samples: int = 0
-    num_batches: int = 0
-    num_passes: int = 0
-    training_s: float = 0.0
-    num_untimed: int = 0
-    loss: float | None = None
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        self.step, self.num_samples = int(saved["step"]), int(saved["num_samples"])
-        self.num_batches, self.num_passes = int(saved["num_batches"]), int(saved["num_passes"])
-        self.training_s = float(saved.get("training_s", 0.0))
-        # an older version did not save the time
-        self.num_untimed = 0 if "training_s" in saved else self.num_samples
-
-    def state(self, num_in_hand: int) -> dict[str, Any]:
-        """Return the counters for a checkpoint; `num_in_hand` batches were read ahead."""
-        return {
-            "step": self.step,
-            "num_samples": self.num_samples,
-            "num_batches": self.num_batches - num_in_hand,
-            "num_passes": self.num_passes,
-            "training_s": self.training_s,
-        }
-
-    @property
-    def epoch(self) -> float:
-        return self.num_batches / self.length if self.length else float(self.num_passes)
+# fields of the Ended record that its summary has too
+IN_SUMMARY = (
+    "step",
+    "outcome",
+    "cause",
+    "elapsed_s",
+    "num_samples",
+    "samples_per_s",
+    "peak_bytes",
+)
+NO_BATCHES = (
+    "this step read no batch from batches(): no checkpoint is saved between two steps, only by "
+    "save() and close(), and a restart does not resume in the middle of an epoch; iterate over "
+    "run.batches() instead of the data"
+)
 
 
 @final
@@ -105,7 +76,7 @@ class LoopLog(RunLog):
     ) -> None:
         super().__init__(journal, console, clock, generation)
         self.owner, self._group, self._opened = OwningProcess(), group, opened
-        self._is_over = False
+        self._is_over = self._was_ended = self._has_told = False
 
     def is_over(self) -> bool:
         """Return whether recording has ended or this process is a fork of the one that records."""
@@ -115,6 +86,13 @@ class LoopLog(RunLog):
                 f"{self.owner.describe('this loop')}: this process neither records nor saves it"
             )
         return self._is_over
+
+    def is_over_for(self, call: str) -> bool:
+        """Return `is_over`; if the loop was ended before, warn once that `call` has no effect."""
+        if self._was_ended and not self._has_told and self._group.is_first:
+            self._has_told = True
+            self.console.warn(f"{call} after the end of the loop: no step is recorded or saved")
+        return self.is_over()
 
     def _record(self, event: events.Event) -> None:
         if self.is_over():
@@ -142,6 +120,7 @@ class LoopLog(RunLog):
                 self.journal.close()
             except StorageError as error:
                 self._give_up(error)
+        self._was_ended = True
         self.close()
 
     def close(self) -> None:
@@ -228,6 +207,7 @@ class LoopSession:
 
     def begin_pass(self, ahead: int | None) -> Iterator[Any]:
         """Begin an epoch, and return an iterator over its batches."""
+        self.telling.is_over_for("batches()")
         self._end_epoch(is_over=self._pending.is_ending)
         self._pending.begin_epoch(ahead)
         self._is_inside, self._was_left, self.first_batch = True, False, 0
@@ -298,9 +278,12 @@ class LoopSession:
         `loss` is a scalar; None if it is not known yet, and given to `close_window` after several
         steps. `num_batches` were read by the caller, not from `batches`.
         """
-        if self.telling.is_over():
+        if self.telling.is_over_for("step_done()"):
             return
         taken = self._pending.take()
+        is_unread = not (self._has_stepped or taken or num_batches)
+        if is_unread and self.keeper.saves_regularly and self.group.is_first:
+            self.telling.warn(NO_BATCHES)
         count = sum(batch.num_samples for batch in taken) if num_samples is None else num_samples
         weight = count or 1  # without batches(), each step has weight 1 in the mean
         progress, self._has_stepped = self.progress, True
@@ -360,6 +343,7 @@ class LoopSession:
 
     def save(self) -> None:
         """Save a checkpoint as the user asks; an epoch that was left by `break` has ended."""
+        self.telling.is_over_for("save()")
         if self._was_left and not can_save_position(self.watched.data):
             self._pending.leave_epoch()
             self.keeper.end_pass()
@@ -404,7 +388,8 @@ class LoopSession:
 
     def finish(self) -> None:
         """Save a checkpoint, and record that the loop has finished."""
-        if self._has_stepped:  # the loop may have changed something since
+        # the loop may have changed something since its last save
+        if self._has_stepped and not self.telling.is_over():
             self.save()
         self.end("finished", f"the loop ended after step {self.progress.step}")
 
@@ -461,10 +446,8 @@ class LoopSession:
     def _make_ended_record(self, outcome: str, cause: str, exit_code: int) -> events.Ended:
         self.clock.take()
         progress = self.progress
-        elapsed_s, peak_bytes = time.perf_counter() - self.started_s, peak_resident_bytes()
         num_timed, training_s = progress.num_samples - progress.num_untimed, progress.training_s
-        samples_per_s = num_timed / training_s if training_s > 0 else None
-        summary = {
+        summary: dict[str, Any] = {
             "folder": str(self.folder()),
             "step": progress.step,
             "epochs": progress.epoch,
@@ -476,10 +459,10 @@ class LoopSession:
             "best_step": None,
             "loss": progress.loss,
             "num_samples": progress.num_samples,
-            "elapsed_s": elapsed_s,
+            "elapsed_s": time.perf_counter() - self.started_s,
             "training_s": training_s,
-            "samples_per_s": samples_per_s,
-            "peak_bytes": peak_bytes,
+            "samples_per_s": num_timed / training_s if training_s > 0 else None,
+            "peak_bytes": peak_resident_bytes(),
             "num_skipped": 0,
             "cause": cause,
             "outcome": outcome,
@@ -488,13 +471,7 @@ class LoopSession:
         return events.Ended(
             generation=self.telling.generation,
             time_s=time.time(),
-            step=progress.step,
-            outcome=outcome,
-            cause=cause,
             exit_code=exit_code,
-            elapsed_s=elapsed_s,
-            num_samples=progress.num_samples,
-            samples_per_s=samples_per_s,
-            peak_bytes=peak_bytes,
             summary=summary,
+            **{name: summary[name] for name in IN_SUMMARY},
         )

@@ -37,8 +37,9 @@ from surefoot.train.attach.arguments import (
     name_objects,
 )
 from surefoot.train.attach.loop_keeper import LoopKeeper
+from surefoot.train.attach.loop_progress import LoopProgress
 from surefoot.train.attach.loop_ranks import RankedLedger
-from surefoot.train.attach.loop_session import LoopLog, LoopProgress, LoopSession
+from surefoot.train.attach.loop_session import LoopLog, LoopSession
 from surefoot.train.record.noticed.unheld import UnheldObjects, variables
 from surefoot.train.record.telling import RunDamage
 from surefoot.train.resume.program import Program
