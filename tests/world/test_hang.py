@@ -439,6 +439,8 @@ def test_a_wait_is_no_stall_while_a_rank_saves_and_lasts_longer_in_the_first_ste
     joins = seen(0, 1, 60.0, Kind.JOIN, -1, step=0)
     assert is_stalled([joins, seen(1, 0, None, step=0)], 5.0)
     assert not is_stalled([joins, joins], 5.0)  # both wait for ranks of another host
+    assert is_stalled([joins, joins._replace(rank=1, state="T")], 5.0)
+    assert find_hang([joins, joins._replace(rank=1, state="T")]).ranks == (1,)
 
 
 def test_what_a_rank_does_is_read_from_outside() -> None:

@@ -42,11 +42,14 @@ class Hang:
 def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
     """Return whether a rank has waited for at least `after_s` seconds in a collective.
 
-    Return False while one rank does work that only one rank does, such as saving, unless its
-    process is stopped; and while all `rows` wait for ranks of other hosts to join. Up to the first
+    Return False while one rank does work that only one rank does, such as saving, and while all
+    `rows` wait for ranks of other hosts to join; a stopped process does neither. Up to the first
     step, which may compile, the limit is `EARLY` times as long.
     """
-    if all(row.record.kind is Kind.JOIN and row.record.waits_s is not None for row in rows):
+    if all(
+        row.record.kind is Kind.JOIN and row.record.waits_s is not None and row.state != STOPPED
+        for row in rows
+    ):
         return False
     if any(
         row.record.is_busy and row.record.waits_s is None and row.state != STOPPED for row in rows
