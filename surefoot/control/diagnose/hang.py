@@ -17,9 +17,9 @@ from surefoot.core.process.frames import is_of_library, is_of_surefoot, is_of_to
 EARLY, FIRST_STEPS = 10, 1
 TOGETHER = "distributed"  # the part of torch that is in the stack of a rank inside a collective
 FRAME = re.compile(r"(?P<file>.*):\d+ in .*")  # as `looking` formats a frame
-STOPPED = "T"
+BY_SIGSTOP = "T"  # state of a stopped process, without those that a debugger pauses for a moment
 STATES = {
-    STOPPED: "it is stopped (SIGSTOP)",
+    BY_SIGSTOP: "it is stopped (SIGSTOP)",
     "t": "it is paused by a debugger",
     "D": "it waits for a disk",
     "Z": "it has ended",
@@ -47,12 +47,13 @@ def is_stalled(rows: Sequence[RankSnapshot], after_s: float) -> bool:
     step, which may compile, the limit is `EARLY` times as long.
     """
     if all(
-        row.record.kind is Kind.JOIN and row.record.waits_s is not None and row.state != STOPPED
+        row.record.kind is Kind.JOIN and row.record.waits_s is not None and row.state != BY_SIGSTOP
         for row in rows
     ):
         return False
     if any(
-        row.record.is_busy and row.record.waits_s is None and row.state != STOPPED for row in rows
+        row.record.is_busy and row.record.waits_s is None and row.state != BY_SIGSTOP
+        for row in rows
     ):
         # a rank that saves but waits in a collective itself does not count as busy
         return False
