@@ -51,6 +51,14 @@ def test_a_failing_disk_costs_the_saves_that_it_refuses_in_the_large_count(
     assert found(campaign, workshop, MANY[campaign.case]).failures == ()
 
 
+def test_a_checkpoint_whose_rename_is_not_on_the_disk_is_none_and_costs_no_other(
+    workshop: PlantedWorkshop,
+) -> None:
+    calls = failing.find_calls(workshop)
+    last = max(call for call in calls if call[0] == "fsync")  # of the folder of checkpoints
+    assert found(REFUSED, workshop, 1, calls.index(last)).failures == ()
+
+
 PLANTED: Mapping[str, tuple[Campaign, str | int]] = {
     "a failed save ends the run": (FULL, 0),
     "a failed save is not told": (FULL, 0),

@@ -388,7 +388,8 @@ def _replace(final: Path, draft: Path) -> None:
     """Rename the folder `draft` to `final`, and sync the rename to disk.
 
     An existing folder `final` gets a temporary name until then, and is deleted afterwards. If the
-    process is killed before the rename, `clear_drafts` restores the existing folder.
+    process is killed before the rename, `clear_drafts` restores the existing folder. If the sync
+    fails, the renames are undone: no checkpoint is to be deleted for one that may be lost.
     """
     old = final.with_name(f"{commits.OLD}{final.name}")
     if final.exists():
@@ -396,7 +397,14 @@ def _replace(final: Path, draft: Path) -> None:
             commits.remove(old)
         final.rename(old)
     draft.rename(final)
-    sync_folder(final.parent)
+    try:
+        sync_folder(final.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            final.rename(draft)
+            if old.exists():
+                old.rename(final)
+        raise
     if old.exists():
         commits.remove(old)
 
