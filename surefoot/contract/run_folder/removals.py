@@ -65,12 +65,12 @@ def read(run: Path) -> list[Removal]:
     Lines that cannot be read are left out.
     """
     with contextlib.suppress(OSError):
-        return list(_parse(files.read_text(run, FILE)))
+        return list(_parse(files.read_bytes(run, FILE)))
     return []
 
 
-def _parse(text: str) -> Iterator[Removal]:
-    for line in text.splitlines():
+def _parse(content: bytes) -> Iterator[Removal]:
+    for line in content.splitlines():
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
             row = json.loads(line)
             removal = Removal(row["step"], row["generation"], tuple(row["others"]))
