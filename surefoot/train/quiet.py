@@ -192,6 +192,28 @@ def _has_own_modes(module: nn.Module) -> bool:
     )
 
 
+def depends_on_mode(model: nn.Module) -> bool:
+    """Return whether a module of a model may compute something else in training mode.
+
+    Modules of torch do if their code reads `self.training`; any other module may, and a hook too.
+    """
+    kinds = {type(each) for each in model.modules()}
+    return any(map(_may_read_mode, kinds)) or any(map(_has_hooks, model.modules()))
+
+
+def _may_read_mode(kind: type[Any]) -> bool:
+    return not kind.__module__.startswith("torch.nn.") or any(
+        "training" in getattr(getattr(each, "__code__", None), "co_names", ())
+        for owner in kind.__mro__
+        if owner not in nn.Module.__mro__
+        for each in vars(owner).values()
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
 def set_modes(model: nn.Module) -> list[str]:
     """Set training mode by `model.train()`, as a loop does before its first step; return notes.
 

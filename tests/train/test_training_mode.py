@@ -182,6 +182,25 @@ def test_a_trial_leaves_no_trace(tmp_path: Path) -> None:
     assert task.draws.random() == expected
 
 
+@pytest.mark.parametrize(("part", "is_tried"), [("nothing", False), ("dropout", True)])
+def test_a_model_without_modes_is_not_tried_in_training_mode(
+    part: str, is_tried: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task that writes what it trains on into a file writes no batch of a trial."""
+    written = tmp_path / "written"
+    forward = Task.forward
+
+    def write(self: Task, model: nn.Module, batch: Any) -> Any:
+        if model.training:
+            with written.open("a") as file:
+                file.write(f"{len(batch[0])}\n")
+        return forward(self, model, batch)
+
+    monkeypatch.setattr(Task, "forward", write)
+    prepare(Task(part), tmp_path / "run")
+    assert written.exists() == is_tried
+
+
 def test_a_run_trains_what_a_plain_loop_trains(tmp_path: Path) -> None:
     task = Task("a codebook")
     spec = RunSpec(

@@ -24,7 +24,7 @@ from surefoot.train.assemble.reading import make_feed
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import halves as halving
 from surefoot.train.preflight import samples
-from surefoot.train.quiet import can_try, preserve_state
+from surefoot.train.quiet import can_try, depends_on_mode, preserve_state
 from surefoot.train.step import LiveUpdate, check_count, check_splittable
 
 OVER_BATCHES = (
@@ -149,6 +149,8 @@ def _check_in_training_mode(
     Raises:
         TaskError: for a mean, and with `splits` for any other loss that is not a sum.
     """
+    if not (splits or depends_on_mode(trials.assembly.model)):
+        return []  # only code of the task could tell, and would see a batch too many
     name, attempt = f"{update.name} in training mode", partial(trials.attempt, update, trains=True)
     ids, batch = first
     try:
