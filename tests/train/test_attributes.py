@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -328,3 +329,35 @@ def test_a_step_that_the_device_skips_moves_no_attribute(kind: str, num_applied:
     model(rows[2] * torch.nan)
     live.restore_unless(no)
     assert state() == before
+
+
+class Decayed(nn.Module):
+    """A factor in a number of NumPy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = np.float32(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.factor = np.float32(self.factor * np.float32(0.9))
+        return x * float(self.factor)
+
+
+class OfNumpy(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        # keys that cannot be compared
+        self.by_weight = {torch.zeros(2): 1.0, torch.ones(2): 2.0}
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(super().model(), Decayed())
+
+
+def test_a_number_of_numpy_is_kept_too(tmp_path: Path) -> None:
+    how = spec(STEPS, **HOW)
+    train(tmp_path / "whole", how, OfNumpy())
+    train(tmp_path / "left", how, OfNumpy(), leave_at=STOP)
+    train(tmp_path / "left", how, OfNumpy())
+    assert losses(tmp_path / "left") == losses(tmp_path / "whole")
+    assert bits(tmp_path / "left") == bits(tmp_path / "whole")

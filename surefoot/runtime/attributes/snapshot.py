@@ -271,7 +271,7 @@ def is_changed(value: Any, copy: Any) -> bool:
     if len(now) != len(copy):
         return True
     return any(
-        key != old_key or part is not old or is_changed(part, of_part)
+        (key is not old_key and key != old_key) or part is not old or is_changed(part, of_part)
         for (key, part), (old_key, old, of_part) in zip(now, copy, strict=True)
     )
 

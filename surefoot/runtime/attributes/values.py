@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from surefoot.runtime.attributes.generators import OF_TORCH, is_generator, sign_generator
 
-LEAVES = (Tensor, np.ndarray, bool, int, float, complex, str, bytes, type(None))
+LEAVES = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, bytes, type(None))
 # and namedtuples
 SEQUENCES, MAPPINGS = {list, tuple, deque, torch.Size}, {dict, OrderedDict, defaultdict, Counter}
 # of one attribute: a larger one is a table, and reading it would take longer than a step
@@ -76,10 +76,16 @@ def _count_elements(leaf: Any) -> int:
 
 
 def parts_of(value: Any) -> Iterator[tuple[Any, Any]] | None:
-    """Return (index or key, value) of each entry of a container; None for other values."""
+    """Return (index or key, value) of each entry of a container; None for other values.
+
+    Containers of at most MAX_VALUES entries are copied first, because a thread that reads samples
+    may change them.
+    """
+    if type(value) in MAPPINGS:
+        return iter(tuple(value.items()) if len(value) <= MAX_VALUES else value.items())
     if type(value) in SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        return iter(enumerate(value))
-    return iter(value.items()) if type(value) in MAPPINGS else None
+        return enumerate(tuple(value) if len(value) <= MAX_VALUES else value)
+    return None
 
 
 def rebuild(value: Any, keyed: Iterable[tuple[Any, Any]]) -> Any:
