@@ -40,11 +40,14 @@ from surefoot.train.evaluate import (
     evaluate,
     evaluation_key,
 )
-from surefoot.train.quiet import preserve_state
+from surefoot.train.failure.blame import describe
+from surefoot.train.quiet import preserve_state, restore_entry
 from surefoot.train.record.noticed.moved_outside import load_outside
 from surefoot.train.record.outputs import Outputs
+from surefoot.train.resume.state_files import STATE
 from surefoot.train.session.folder import SPEC_FILE
 
+STATE_TEXT = "state.json"
 ENDINGS = (".safetensors", ".npz")
 # two sizes, so that the batch dimension is dynamic; a size of 1 would become a constant
 EXPORT_BATCHES = (4, 3)
@@ -77,12 +80,18 @@ def load(run: str | Path, step: int | str = "best", *, task: Any = None) -> nn.M
 
 
 def load_with_task(
-    run: Path, step: int | str = "best", *, data: str | None = None, use: str | None = None
+    run: Path,
+    step: int | str = "best",
+    *,
+    data: str | None = None,
+    use: str | None = None,
+    warnings: list[str] | None = None,
 ) -> tuple[nn.Module, ResolvedTask, RunSpec, int]:
     """Return the model with the weights of a step, the task, the spec and the number of the step.
 
     `data` is the current data folder, if it has moved. `use` is the current name of the task, if it
-    can no longer be imported under the name in the spec.
+    can no longer be imported under the name in the spec. With a list of `warnings`, the `state()`
+    of the task is restored too, and warnings are appended to it.
     """
     found = _find_step(run, step)
     origin = spec_file.read_of_run(
@@ -95,6 +104,9 @@ def load_with_task(
         )
     task = load_task(origin.spec)
     model = _build(task, origin.spec)
+    if warnings is not None:
+        # before the weights, which an entry of state() may hold without their average
+        warnings += _restore_state(task, run, found)
     checkpoint.load_into(model, run, found, widen=True)
     load_outside(task, model, run, found)
     return model.eval(), task, origin.spec, found
@@ -132,7 +144,8 @@ def evaluate_run(
 
     Returns the results and the number of the step that was chosen.
     """
-    model, task, spec, used = load_with_task(run, step, data=data, use=use)
+    warnings = list[str]()
+    model, task, spec, used = load_with_task(run, step, data=data, use=use, warnings=warnings)
     name = split or spec.evaluate.split
     device = torch.device("cpu")
     source = read_split(task, name)
@@ -140,6 +153,8 @@ def evaluate_run(
     wide = copy.deepcopy(model) if own == "float8" and fp32 else model  # layers are changed
     set_storage(model, spec, with_masters=False)
     with contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console:
+        for warning in warnings:
+            console.warn(warning)
         results = [
             evaluate(
                 wide.float() if precision == "fp32" else model,
@@ -156,6 +171,26 @@ def evaluate_run(
             for precision in dict.fromkeys((own, "fp32") if fp32 else (own,))
         ]
     return results, used
+
+
+def _restore_state(task: ResolvedTask, run: Path, step: int) -> list[str]:
+    """Restore the task's `state()` from a checkpoint, as far as it can be; return warnings.
+
+    A forward pass or a metric may read it. On several ranks, that of rank 0 is restored.
+    """
+    one = checkpoint.Commit(run, step)
+    if task.state is None or not any(entry.name == STATE_TEXT for entry in one.manifest.files):
+        return []
+    with checkpoint.as_run_folder_errors(one.folder):
+        tree, tensors = one.json(STATE_TEXT), one.read(STATE) if one.names(STATE) else {}
+    try:
+        saved = checkpoint.join(tree.get("task", {}), tensors, one.folder)
+        for name, value in task.state().items():
+            if name in saved:
+                restore_entry(name, value, saved[name])
+    except Exception as error:  # noqa: BLE001 - of the task, which may expect its optimizer
+        return [f"state() of the task is not restored from the checkpoint: {describe(error)}"]
+    return []
 
 
 def _own_precision(run: Path, spec: RunSpec) -> Compute:
@@ -204,7 +239,8 @@ def predict_run(
             f"--split is {split!r}, which is not a plain file name",
             hint="give a split that the task's data(split) returns",
         )
-    model, task, spec, used = load_with_task(run, step, data=data, use=use)
+    warnings = list[str]()
+    model, task, spec, used = load_with_task(run, step, data=data, use=use, warnings=warnings)
     name = split or spec.evaluate.split
     path = output or run / f"predictions-{name}.safetensors"
     outputs = Outputs()
@@ -216,6 +252,8 @@ def predict_run(
         contextlib.closing(Console(total_steps=None, unit=task.unit, quiet=quiet)) as console,
         preserve_state(model),
     ):
+        for warning in warnings:
+            console.warn(warning)
         for batch, count in count_batches(
             source,
             spec.evaluate.batch or spec.train.batch,
