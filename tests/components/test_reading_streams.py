@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numpy.random import mtrand
 
-from surefoot.components.data.loader import jobs
+from surefoot.components.data.loader import streams
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def draw(seed: int, *, reads: bool) -> list[float]:
     for _ in range(400):
         kind, count, key = choice.randrange(8), choice.randrange(5), choice.getrandbits(60)
         if kind < 3 and reads:
-            with jobs._streams_of(key):
+            with streams.streams_of(key):
                 mtrand.randn(count)
         elif kind == 3:
             found.extend(mtrand.randn(count))
@@ -64,7 +64,7 @@ def test_another_generator_of_the_user_goes_on_as_well(generator: Any) -> None:
         drawn: list[float] = []
         for number in range(50):
             if reads:
-                with jobs._streams_of(number):
+                with streams.streams_of(number):
                     mtrand.randn(number % 3)
             drawn.extend(mtrand.randn(number % 4))
         found.append(drawn)
@@ -75,17 +75,17 @@ def test_a_batch_draws_the_same_whatever_the_user_has_drawn() -> None:
     found = []
     for count in (0, 1, 2, 3):
         mtrand.randn(count)
-        with jobs._streams_of(11):
+        with streams.streams_of(11):
             found.append(mtrand.randn(3).tolist())
     assert found[0] == found[1] == found[2] == found[3]
 
 
 def test_reads_within_reads_keep_each_other_s_streams() -> None:
-    with jobs._streams_of(1):
+    with streams.streams_of(1):
         alone = mtrand.randn(3).tolist()
-    with jobs._streams_of(1):
+    with streams.streams_of(1):
         found = [mtrand.standard_normal()]
-        with jobs._streams_of(2):
+        with streams.streams_of(2):
             mtrand.randn(1)
         found += mtrand.randn(2).tolist()
     assert found == alone
@@ -94,7 +94,7 @@ def test_reads_within_reads_keep_each_other_s_streams() -> None:
 def test_where_the_words_of_the_state_lie_elsewhere_numpy_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jobs, "_words_of", lambda generator: None)
+    monkeypatch.setattr(streams, "_words_of", lambda generator: None)
     mtrand.seed(5)
     wanted = draw(5, reads=False)
     mtrand.seed(5)

@@ -114,7 +114,6 @@ def assert_leads_out(tables: Tables, errors: tuple[str, ...] = ()) -> None:
     "tables",
     [
         {"train": {"batch": 10, "microbatch": 4}},
-        {"train": {"microbatch": 5}},
         {"optim": {"momentum": 0.5}},
         {"optim": {"clip_value": 0.5}},
         {"optim": {"ema_ramp": False}},

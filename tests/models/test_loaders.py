@@ -1,7 +1,4 @@
-"""The way out that a refused DataLoader is told.
-
-Its dataset and its collate function, as samples with numbers.
-"""
+"""A DataLoader with a collate function that pads, in microbatches and on two ranks."""
 
 from __future__ import annotations
 
@@ -59,22 +56,47 @@ def trained(task: Padded, folder: Path, **train: Any) -> list[float]:
         return [float(report.loss or 0.0) for report in run.steps()]
 
 
-def test_a_loader_s_dataset_and_collate_function_are_what_its_refusals_name(tmp_path: Path) -> None:
+def test_a_loader_is_divided_as_its_dataset_and_collate_function_are(tmp_path: Path) -> None:
     whole = trained(Padded(True), tmp_path / "whole")
-    with pytest.raises(
-        SpecError, match=r"train\.microbatch is 4, but the source gives whole batches"
-    ) as raised:
-        trained(Padded(True), tmp_path / "refused", microbatch=4)
-    assert HINT in str(raised.value.hint)
-    for each in run_ranks(
-        2, lambda rank: trained(Padded(True), tmp_path / "refused"), tmp_path / "results"
-    ):
-        assert HINT in each["error"]
     for number, train in enumerate(({"batch": 8}, {"batch": 8, "microbatch": 4})):
         assert trained(Padded(False), tmp_path / str(number), **train) == pytest.approx(
             whole, rel=1e-12
         )
-    found = run_ranks(
-        2, lambda rank: trained(Padded(False), tmp_path / "ranks", batch=8), tmp_path / "results"
-    )
-    assert found == [pytest.approx(whole, rel=1e-12)] * 2
+    assert trained(Padded(True), tmp_path / "cut", microbatch=4) == pytest.approx(whole, rel=1e-12)
+    for is_loader, train in ((False, {"batch": 8}), (True, {})):
+        found = run_ranks(
+            2,
+            lambda rank, is_loader=is_loader, train=train: trained(
+                Padded(is_loader), tmp_path / f"ranks-{is_loader}", **train
+            ),
+            tmp_path / f"results-{is_loader}",
+        )
+        assert found == [pytest.approx(whole, rel=1e-12)] * 2
+
+
+class Batches:
+    """An iterable of batches that does not tell their samples."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = list(batches)
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+class Streamed(Padded):
+    def data(self, split: str) -> Any:
+        return Batches(super().data(split))
+
+
+def test_a_loader_s_dataset_and_collate_function_are_what_refusals_name(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"whole batches, of unknown samples") as raised:
+        trained(Streamed(True), tmp_path / "refused", microbatch=4)
+    assert HINT in str(raised.value.hint)
+    for each in run_ranks(
+        2, lambda rank: trained(Streamed(True), tmp_path / "refused"), tmp_path / "results"
+    ):
+        assert HINT in each["error"]

@@ -51,6 +51,8 @@ def started(folder: Path, task: Small, **tables: Any) -> str:
         (("train",), {"data": {"shuffle": False}}, "data.shuffle = false has no effect"),
         (("train",), {"data": {"shuffle": True}}, "data.shuffle = true has no effect"),
         (("test",), {"evaluate": {"batch": 8}}, "evaluate.batch = 8 has no effect"),
+        ((), {"data": {"draws": "sample"}}, 'data.draws = "sample" has no effect'),
+        (("train",), {"data": {"draws": "sample"}}, None),
         (("train",), {}, None),
         (("train",), {"evaluate": {"batch": 8}}, None),
         (("test",), {"data": {"shuffle": False}}, None),
@@ -85,10 +87,20 @@ def test_a_key_of_several_ranks_is_named_on_one_rank_and_the_run_trains(
 # ---- values that were not given
 
 
+def test_a_microbatch_that_does_not_divide_the_default_batch_is_refused(tmp_path: Path) -> None:
+    given = RunSpec(train={"microbatch": 5, "length": "2 steps"})
+    with pytest.raises(SpecError) as raised, Run(given, Small(), folder=tmp_path / "run"):
+        pass
+    assert (
+        raised.value.message
+        == "train.microbatch = 5 does not divide train.batch = 128 (the default)"
+    )
+    assert raised.value.hint == "use one of [1, 2, 4, 8, 16, 32, 64, 128]"
+
+
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
-        ({"train": {"microbatch": 5}}, "microbatch = 5 does not divide batch = 128 (the default)"),
         (
             {"train": {"microbatch": 5, "batch": 128}},
             "microbatch = 5 does not divide batch = 128",

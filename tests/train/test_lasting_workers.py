@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 import surefoot
 from surefoot import Run
-from surefoot.components.data.loader.jobs import streams_of_epoch
+from surefoot.components.data.loader.streams import streams_of_epoch
 from surefoot.components.data.sources.iterated import Iterated
 from tests.train.test_loader_resume import (
     BATCH,

@@ -229,3 +229,47 @@ def test_what_a_task_does_on_purpose_is_told_and_blamed_on_no_layout(
     found = json.loads(done.stdout)
     assert note in "; ".join(found["notes"])
     assert {row["precision"] for row in found["rows"]} == precisions
+
+
+LOADED = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tasks import Base, Contrastive
+
+class Drawn(Dataset):
+    def __init__(self):
+        g = torch.Generator().manual_seed(1)
+        self.x, self.y = torch.randn(64, 8, generator=g), torch.randint(0, 4, (64,), generator=g)
+    def __len__(self):
+        return len(self.x)
+    def __getitem__(self, index):
+        return {"x": self.x[index] + 0.1 * torch.randn(8), "y": self.y[index]}
+
+class Loaded:
+    def data(self, split):
+        return DataLoader(Drawn(), batch_size=16, shuffle=True, num_workers=1)
+
+class Right(Loaded, Base):
+    pass
+
+class Wrong(Loaded, Contrastive):
+    pass
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["Right", "Wrong"])
+def test_layouts_divide_the_batches_of_a_loader(task: str, tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(TASKS)
+    (tmp_path / "loaded.py").write_text(LOADED)
+    (tmp_path / "spec.toml").write_text(f'[task]\nuse = "{tmp_path}/loaded.py:{task}"\n')
+    done = verify(str(tmp_path / "spec.toml"), "replicate=2", "shard=2,stage=2")
+    if task == "Wrong":
+        assert done.returncode == 2, done.stderr + done.stdout
+        assert "is not a sum over samples" in done.stderr
+        return
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout)
+    assert (found["batch"], found["microbatch"]) == (16, 8)
+    assert len(found["rows"]) == 5
+    assert all(row["off"] <= row["allowed"] for row in found["rows"])

@@ -60,6 +60,13 @@ class DataTable(SpecTable):
             "evaluation never drops it."
         ),
     )
+    draws: Literal["batch", "sample"] | None = Field(
+        None,
+        description=(
+            "Random numbers that the dataset of a DataLoader draws depend on the batch and its "
+            "worker, or on the sample alone; none: batch, and sample if batches are divided."
+        ),
+    )
     on_bad: Literal["stop", "skip"] = Field(
         "stop",
         description=(
@@ -249,7 +256,12 @@ class TrainTable(SpecTable):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        if self.microbatch is not None and self.batch % self.microbatch:
+        # without `batch`, the batch may be that of a DataLoader
+        if (
+            self.microbatch is not None
+            and self.batch % self.microbatch
+            and "batch" in self.model_fields_set
+        ):
             legal = [size for size in range(1, self.batch + 1) if self.batch % size == 0]
             raise ValueError(
                 f"microbatch = {self.microbatch} does not divide {show(self, 'batch')}; "

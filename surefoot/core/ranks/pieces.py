@@ -7,6 +7,20 @@ from collections.abc import Iterable
 from surefoot.core.errors import SpecError
 
 
+def check_divides(batch: int, microbatch: int | None, *, is_given: bool) -> None:
+    """Raise SpecError if batches cannot be cut into whole microbatches.
+
+    `is_given` is False if `batch` is the default.
+    """
+    if microbatch is not None and batch % microbatch:
+        legal = [size for size in range(1, batch + 1) if batch % size == 0]
+        default = "" if is_given else " (the default)"
+        raise SpecError(
+            f"train.microbatch = {microbatch} does not divide train.batch = {batch}{default}",
+            hint=f"use one of {legal}",
+        )
+
+
 def check_pieces(batches: Iterable[int], microbatch: int | None, num_ranks: int) -> None:
     """Raise SpecError if the smallest batch has fewer microbatches than there are ranks.
 

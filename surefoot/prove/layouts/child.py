@@ -82,16 +82,16 @@ def _train(
     arrays: dict[str, np.ndarray] = {}
     with mark_refused_specs(), Run(spec, task, folder=asked.run, quiet=True) as run:
         took_s: list[float] = []
-        begun_s = time.perf_counter()
+        begun_s, largest = time.perf_counter(), 0
         for report in islice(run.steps(), asked.steps):
-            step = report.step
+            step, largest = report.step, max(largest, report.num_samples)
             took_s.append(time.perf_counter() - begun_s)
             arrays |= _capture_whole(run, report.loss or 0.0, step)
             if report.gradient_norm is not None:
                 arrays[f"norm/{step}"] = np.array(report.gradient_norm, dtype=np.float64)
             begun_s = time.perf_counter()
         facts |= {
-            "batch": str(run.assembly.feed.largest),
+            "batch": str(largest),
             "steps": str(run.step),
             "device": run.assembly.engine.device.type,
         }

@@ -28,11 +28,14 @@ from pathlib import Path
 
 import numpy as np
 
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import SpecError
 from surefoot.core.ranks.layout import Layout
 from surefoot.prove.layouts.compare import Arrays, LayoutComparison, LayoutTrial, Tell
 from surefoot.prove.layouts.reference import take_reference
+from surefoot.train.assemble import load_task
+from surefoot.train.assemble.reading import read_split
 from surefoot.trial import check_finite
 
 
@@ -90,7 +93,7 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
             "on purpose",
             hint="verify with --set layout.compress=none",
         )
-    most, batch = max(each.world_size for each in layouts), spec.train.batch
+    most, (batch, draws) = max(each.world_size for each in layouts), _batch_of(spec)
     microbatch = spec.train.microbatch or next(
         (size for size in range(batch // most, 0, -1) if batch % size == 0), 0
     )
@@ -102,11 +105,30 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
         )
     return spec.replace(
         train={"microbatch": microbatch, "threads": 1},
+        data={"draws": draws},
         layout={"replicate": None, "shard": 1},
         checkpoint={"every": "never", "store": None},
         observe={"every": "1 step", "tensorboard": False},
         evaluate={"every": f"{10 * steps} steps"},
     )
+
+
+def _batch_of(spec: RunSpec) -> tuple[int, str | None]:
+    """Return the samples of a step, and the `data.draws` under which it can be divided.
+
+    Raises SpecError for data that come as whole batches of unknown samples.
+    """
+    source = read_split(load_task(spec), "train")
+    if not isinstance(source, Iterated):
+        return spec.train.batch, spec.data.draws
+    size = getattr(getattr(source.loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(size, int) or "batch" in spec.train.model_fields_set:
+        raise SpecError(
+            f"layouts divide each batch, but the source gives whole batches: {source.describe()}",
+            hint="give a DataLoader with a map-style dataset and a batch_size, and leave "
+            "train.batch out",
+        )
+    return size, "sample"
 
 
 def verify_layouts(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.data.sources.wrapped import as_source
 from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, ResolvedTask, Source
@@ -37,7 +39,7 @@ class Wide:
         plain: bool = False,
     ) -> None:
         self._task, self._own, self._record, self._plain = found.task, found.augment, record, plain
-        self._convert = _to_fp64 if float64 else lambda tensor: tensor
+        self._convert = _to_fp64 if float64 else _as_it_is
         self._is_wide = float64
         self.augment = None if found.augment is None else self._augment
 
@@ -59,11 +61,29 @@ class Wide:
 
     def data(self, split: str) -> Source:
         with _pause(self._record):
-            made: Any = WideSource(as_source(self._task.data(split)), self._convert, self._record)
+            source = as_source(self._task.data(split))
+            if isinstance(source, Iterated) and source.loader is not None:
+                loader = copy.copy(source.loader)
+                convert = _Converting(loader.collate_fn, self._convert, self._record)
+                vars(loader)["collate_fn"] = convert
+                return Iterated(loader, source.num_batches if source.is_cut else None)
+            made: Any = WideSource(source, self._convert, self._record)
         return made  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
+
+
+class _Converting(NamedTuple):
+    """Collate function of a DataLoader whose tensors are converted."""
+
+    collate: Callable[[Any], Batch]
+    convert: Callable[[Tensor], Tensor]
+    record: PassRecord | None
+
+    def __call__(self, samples: Any) -> Batch:
+        with _pause(self.record):
+            return map_tensors(self.collate(samples), self.convert)
 
 
 class WideSource:
@@ -105,3 +125,7 @@ def _pause(record: PassRecord | None) -> contextlib.AbstractContextManager[None]
 
 def _to_fp64(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor

@@ -24,11 +24,16 @@ from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
 from surefoot.core.hardware import count_cores
-from surefoot.core.ranks.pieces import check_equal_passes, check_pieces
+from surefoot.core.ranks.pieces import check_divides, check_equal_passes, check_pieces
 from surefoot.core.units import parse_bytes
 from surefoot.train.failure.blame import describe
 
 MIN_BATCHES = 4  # with fewer batches no worker is started
+LASTING_NOTE = (
+    "the DataLoader has persistent_workers: after a restart, random numbers that are drawn in "
+    "workers differ from the second epoch on; for the same numbers, set "
+    'data.draws = "sample", or persistent_workers=False'
+)
 INSTEAD_OF_A_LOADER = (
     ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.data"
 )
@@ -79,41 +84,22 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     """Return the feed of the training data: which samples each step reads, in which order.
 
     A source that returns whole batches gives one batch per step. With `train.microbatch = 1`, it
-    gives `train.batch` batches per step. Raises SpecError for settings that do not fit the source.
+    gives `train.batch` batches per step. The batches of a DataLoader with a map-style dataset can
+    be divided, into microbatches and among ranks; `source` of the feed is then a `DealtLoader`.
+    Raises SpecError for settings that do not fit the source.
     """
-    train, batch = spec.train, spec.train.batch
-    if isinstance(source, Iterated):
-        batch = batch if "batch" in train.model_fields_set else 1
-        if (train.microbatch or batch) != 1:
-            given = (
-                f"train.batch is {batch}"
-                if train.microbatch is None
-                else f"train.microbatch is {train.microbatch}"
-            )
-            raise SpecError(
-                f"{given}, but the source gives whole batches: {source.describe()}",
-                hint=(
-                    "leave train.batch out; to accumulate train.batch batches in "
-                    "each step, set train.microbatch = 1"
-                )
-                if train.microbatch is None
-                else (
-                    "leave train.microbatch out, or, to split its batches, give "
-                    f"samples that are read by index{INSTEAD_OF_A_LOADER}"
-                ),
-            )
-        if spec.optim.reference_batch is not None:
-            raise SpecError(
-                "optim.reference_batch is given, but the source "
-                f"gives whole batches: {source.describe()}",
-                hint="leave it out, and set optim.lr for the batch size of the source",
-            )
+    train, batch, microbatch = spec.train, spec.train.batch, spec.train.microbatch
     if train.ramp:
         check_ramp(spec, source)
-    if share.size > 1:
-        _check_shares(spec, source, share.size)
-        if train.batchnorm == "sync":
-            _check_equal_passes(spec, len(source), share.size)
+    if isinstance(source, Iterated):
+        source, batch = _divide_batches(spec, source, share)
+        microbatch = 1
+    else:
+        check_divides(batch, microbatch, is_given="batch" in train.model_fields_set)
+        if share.size > 1:
+            _check_shares(spec, source, share.size)
+            if train.batchnorm == "sync":
+                _check_equal_passes(spec, len(source), share.size)
     shuffles = spec.data.shuffle and source.guarantee == "proven"
     order = Order(len(source), train.seed, shuffle=shuffles)
     if spec.data.window is not None:
@@ -122,11 +108,73 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         source,
         order,
         batch=batch,
-        microbatch=train.microbatch,
+        microbatch=microbatch,
         drop_last=spec.data.last_batch == "drop",
         ramp=train.ramp,
         share=share,
     )
+
+
+def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iterated, int]:
+    """Return the source of the microbatches of a step, and their number.
+
+    Without a reason to divide them, they are whole batches of `source`. Raises SpecError for
+    settings that do not fit.
+    """
+    train = spec.train
+    is_given = "batch" in train.model_fields_set
+    num_batches = train.batch if is_given else 1
+    size = None if train.microbatch == 1 else train.microbatch
+    if is_given and num_batches != 1 and train.microbatch != 1:
+        given = (
+            f"train.batch is {num_batches}"
+            if train.microbatch is None
+            else f"train.batch is {num_batches} and train.microbatch is {train.microbatch}"
+        )
+        raise SpecError(
+            f"{given}, but the source gives whole batches: {source.describe()}",
+            hint="leave train.batch out; to accumulate train.batch batches in each step, set "
+            "train.microbatch = 1",
+        )
+    if spec.optim.reference_batch is not None:
+        raise SpecError(
+            "optim.reference_batch is given, but the source "
+            f"gives whole batches: {source.describe()}",
+            hint="leave it out, and set optim.lr for the batch size of the source",
+        )
+    if source.draws_by_sample:  # it is divided already
+        return source, source.step_size
+    why = _why_divided(spec, size, share)
+    if why is not None and spec.data.draws == "batch":
+        raise SpecError(
+            f'data.draws is "batch", but {why}',
+            hint='leave data.draws out, or set it to "sample"',
+        )
+    is_idle = source.loader is None and why is not None and why.startswith("layout.virtual")
+    if why is None or is_idle:
+        return source, num_batches
+    from surefoot.components.data.loader import dealt
+
+    if source.loader is None:
+        raise SpecError(
+            f"{why}, but the source gives whole batches, of unknown samples: {source.describe()}",
+            hint=f"give samples that are read by index{INSTEAD_OF_A_LOADER}",
+        )
+    deal = dealt.make_deal(source, size, num_batches, share, train.seed)
+    if share.size > 1 and train.batchnorm == "sync":
+        dealt.check_equal_passes(source, deal)
+    return dealt.DealtLoader(source, deal), deal.step
+
+
+def _why_divided(spec: RunSpec, size: int | None, share: Share) -> str | None:
+    """Return the setting for which the batches of a DataLoader are divided; None without one."""
+    if size is not None:
+        return f"train.microbatch is {size}"
+    if share.size > 1:
+        return f"{share.size} ranks share the samples of each step"
+    if share.num_pieces > 1:
+        return f"layout.virtual_ranks is {share.num_pieces}"
+    return 'data.draws is "sample"' if spec.data.draws == "sample" else None
 
 
 def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> list[str]:
@@ -140,12 +188,30 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
             f"data.shuffle = {json.dumps(spec.data.shuffle)} has no effect: the source decides "
             f"the order of its samples: {source.describe()}"
         )
+    divides = isinstance(source, Iterated) and source.draws_by_sample
+    if spec.data.draws is not None and not isinstance(source, Iterated):
+        found.append(
+            f'data.draws = "{spec.data.draws}" has no effect: it is for the dataset of a '
+            f"DataLoader: {source.describe()}"
+        )
+    if spec.layout.virtual_ranks is not None and isinstance(source, Iterated) and not divides:
+        found.append(
+            f"layout.virtual_ranks = {spec.layout.virtual_ranks} has no effect: the source gives "
+            f"whole batches: {source.describe()}"
+        )
     if evaluated is not None and evaluated.guarantee != "proven" and spec.evaluate.batch:
         found.append(
             f"evaluate.batch = {spec.evaluate.batch} has no effect: the source decides the size "
             f"of its batches: {evaluated.describe()}"
         )
     return found
+
+
+def describe_workers(source: Source) -> list[str]:
+    """Return a note if a resumed run cannot repeat the random numbers drawn in workers."""
+    if not isinstance(source, Iterated) or source.draws_by_sample:
+        return []
+    return [LASTING_NOTE] if source.has_lasting_workers else []
 
 
 def describe_short_batch(spec: RunSpec, feed: Feed) -> list[str]:
@@ -170,7 +236,7 @@ def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
         raise SpecError(
             f"{num_ranks} ranks share the samples of each step, but the source is "
             f"read in sequence: {source.describe()}",
-            hint=f"give samples that are read by index{INSTEAD_OF_A_LOADER}, or train on one rank",
+            hint="give samples that are read by index, or train on one rank",
         )
     check_pieces(
         (spec.train.batch, *(batch for _, batch in spec.train.ramp)),

@@ -13,7 +13,7 @@ from torch import nn
 from surefoot.components.data.feed import Feed, Share
 from surefoot.components.data.lengths import RunSchedule, find_tokens_per_sample, to_steps
 from surefoot.components.data.loader.bad import Sound
-from surefoot.components.data.sources.iterated import Iterated, describe_workers
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.metrics import Better
 from surefoot.components.optim.build import make_average
 from surefoot.components.optim.groups import freeze
@@ -44,6 +44,7 @@ from surefoot.train.assemble.model import (
 from surefoot.train.assemble.reading import (
     describe_idle,
     describe_short_batch,
+    describe_workers,
     make_feed,
     make_settings,
     read_split,
@@ -338,9 +339,7 @@ def collect_messages(build: Build) -> None:
         *describe_cudnn(spec, device.type),
         *describe_short_batch(spec, feed),
         *describe_workers(feed.source),
-        *describe_idle(
-            spec, build.source, build.read(spec.evaluate.split) if build.tried else None
-        ),
+        *describe_idle(spec, feed.source, build.read(spec.evaluate.split) if build.tried else None),
     ]
     if spec.compile.what != "none":
         from surefoot.train.record.compiling import describe_mode

@@ -41,6 +41,7 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     # no step repeats these passes
     with assembly.engine.steps.eager(), preserve_attributes(assembly.task.task):
         notes = contract.check(assembly)
+        samples.check_order(assembly)
         measured = [] if is_again else norms.check(assembly)
         assembly.warnings.extend(
             [*measured, *samples.check_draws(assembly), *describe_task(assembly, generators)]

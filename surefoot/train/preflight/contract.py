@@ -376,19 +376,17 @@ def _check_sums(
     Raises TaskError for a mean, and with `splits` for any other loss that is not a sum.
     """
     source = assembly.feed.source
-    is_whole_batches = isinstance(source, Iterated)
+    is_whole_batches = isinstance(source, Iterated) and not source.draws_by_sample
     # one index of the source may stand for several samples
-    is_grouped = is_whole_batches or len(ids) == 1
+    is_grouped = isinstance(source, Iterated) or len(ids) == 1
     halves = halving.cut_batch(batch, None if is_grouped else len(ids))
     is_same = is_certain = halves is not None
     if halves is None and (doubled := halving.double_batch(batch)) is not None:
         batch, halves, is_same = doubled, [batch, batch], True
-    if halves is None and source.guarantee == "proven":
-        parts = (
-            [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
-            if len(ids) > 1
-            else [ids, assembly.feed.window(1).ids]
-        )
+    if halves is None and samples.reads_by_index(source) and not is_whole_batches:
+        later = assembly.feed.window(1).ids
+        others = assembly.feed.window(0).ids[1:2] if isinstance(source, Iterated) else later
+        parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]] if len(ids) > 1 else [ids, others]
         try:
             batch, halves = read(np.concatenate(parts)), [read(part) for part in parts]
         except Exception:  # noqa: BLE001 - such a batch is never asked for again

@@ -9,13 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data.sources.iterated import copy_of
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.sources.iterated import Iterated, copy_of
 from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.state import leaf_of
 from surefoot.contract.task import Batch
 from surefoot.core.units import format_percent
 from surefoot.train.assemble import Assembly
 from surefoot.train.preflight.contract import trial_context
+from surefoot.train.preflight.samples import reads_by_index
 from surefoot.train.quiet import preserve_state
 from surefoot.train.step import LiveUpdate
 
@@ -30,7 +32,7 @@ def check(assembly: Assembly) -> list[str]:
     window, feed = assembly.feed.window(0), assembly.feed
     norms = [module for module in find_batch_norms(assembly.model).values() if module.training]
     parts = feed.microbatches(window)
-    if len(parts) < 2 or not norms or feed.source.guarantee != "proven":
+    if len(parts) < 2 or not norms or not reads_by_index(feed.source):
         return []
     parts = parts[:MAX_MICROBATCHES]
 
@@ -49,9 +51,9 @@ def check(assembly: Assembly) -> list[str]:
             for update in assembly.updates
         ]
     told = max((share for share in shares if share is not None), default=None)
+    sizes, size = [_count(feed, ids) for ids in parts], _count(feed, window.ids)
     moved = (
-        f"which changes the gradient of its first {sum(map(len, parts)):,} samples by "
-        f"{format_percent(told)}"
+        f"which changes the gradient of its first {sum(sizes):,} samples by {format_percent(told)}"
     )
     if told is None:  # not measured
         moved = "which changes its gradient"
@@ -61,10 +63,18 @@ def check(assembly: Assembly) -> list[str]:
     )
     return [
         (
-            f"BatchNorm normalizes a microbatch of {len(parts[0]):,} samples, not the "
-            f"batch of {feed.batch_at(0):,}, {moved}; {cure}"
+            f"BatchNorm normalizes a microbatch of {sizes[0]:,} samples, not the "
+            f"batch of {size:,}, {moved}; {cure}"
         )
     ]
+
+
+def _count(feed: Feed, ids: np.ndarray) -> int:
+    """Return the number of samples in microbatches of the first step, which have been read."""
+    source = feed.source
+    if not isinstance(source, Iterated):
+        return len(ids)
+    return sum(source.count_samples(0, number, None) or 0 for number in ids.tolist())
 
 
 def _relative_difference(

@@ -188,7 +188,7 @@ def _read(spec: RunSpec, task: ResolvedTask, source: Source, num_ranks: int) -> 
     """
     feed = make_feed(spec, source, Share(0, num_ranks, spec.layout.virtual_ranks))
     window = feed.window(0)
-    read = [(source.read(ids), ids) for ids in feed.mine(window)[1]]
+    read = [(feed.source.read(ids), ids) for ids in feed.mine(window)[1]]
     return [
         batch
         if task.augment is None

@@ -13,12 +13,12 @@ from surefoot.components.data import in_place
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.in_place import find_arrays
 from surefoot.components.data.loader.bad import read_sound
-from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.jobs import Reader, look
 from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.batch_digest import digest_of
-from surefoot.components.data.sources.iterated import copy_of
-from surefoot.contract.task import Batch, Loss, as_loss
-from surefoot.core.errors import SurefootError, TaskError
+from surefoot.components.data.sources.iterated import Iterated, copy_of
+from surefoot.contract.task import Batch, Loss, Source, as_loss
+from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.attributes.rewritten import watch_weights
 from surefoot.runtime.comm.gathered import Gathering
 from surefoot.train import environment
@@ -239,6 +239,27 @@ def _describe(name: str, where: str) -> str:
     )
 
 
+def reads_by_index(source: Source) -> bool:
+    """Return whether any samples of the source can be read for a check, and read again."""
+    is_divided = isinstance(source, Iterated) and source.draws_by_sample
+    return is_divided or source.guarantee == "proven"
+
+
+def check_order(assembly: Assembly) -> None:
+    """Raise SpecError if the DataLoaders of the ranks return different samples."""
+    source, ranks = assembly.feed.source, assembly.engine.steps.collectives.ranks
+    if ranks is None or not isinstance(source, Iterated) or not source.draws_by_sample:
+        return
+    apart = ranks.group.check_equal({"order": source.digest_of_first})
+    if apart:
+        raise SpecError(
+            f"the first batch of the DataLoader of rank {apart[0][1]} has other samples than that "
+            "of rank 0",
+            hint="give each rank the same DataLoader: without a sampler that divides the samples "
+            "among ranks, and with generators of the same seed; the run divides each batch",
+        )
+
+
 # ---- draws while samples are read
 
 
@@ -257,14 +278,19 @@ def _check_own(assembly: Assembly) -> list[str]:
     samples.
     """
     source, seed = assembly.feed.source, assembly.spec.train.seed
-    if getattr(source, "thread_safe", False) or source.guarantee != "proven":
+    if getattr(source, "thread_safe", False) or not reads_by_index(source):
         return []
     window = assembly.feed.window(0)
     reader = Reader(source, None, seed, skips=assembly.spec.data.on_bad == "skip")
     digests = []
     for _ in range(2):
         with preserve_state(assembly.model, assembly.task.state):
-            digests.append(digest_of(reader(window.epoch, window.ids[:NUM_SAMPLES]).batch))
+            read = (
+                look(source, window.epoch, window.ids[:1], seed)
+                if isinstance(source, Iterated)
+                else reader(window.epoch, window.ids[:NUM_SAMPLES]).batch
+            )
+            digests.append(digest_of(read))
     if digests[0] == digests[1]:
         return []
     what = f"two reads of the same samples return different values ({source.describe()})"

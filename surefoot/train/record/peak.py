@@ -85,7 +85,8 @@ class PeakCheck:
 
         assembly = self._assembly
         try:
-            if isinstance(assembly.feed.source, Iterated):
+            source = assembly.feed.source
+            if isinstance(source, Iterated) and not source.draws_by_sample:
                 raise InputError(
                     "the source returns each batch once, and the prediction would "
                     "consume the first batch"
@@ -98,7 +99,7 @@ class PeakCheck:
                 return predict(
                     assembly.spec,
                     assembly.task,
-                    source=assembly.feed.source,
+                    source=source,
                     num_ranks=assembly.feed.share.size,
                 )
         except InputError as error:

@@ -17,7 +17,7 @@ class BatchLedger:
     """Ledger of the batches of an iterable that each step consumed; raises as LoopLedger does."""
 
     def __init__(self, folder: Path, source: Iterated, feed: Feed, generation: int) -> None:
-        self._folder, self._feed = folder, feed
+        self._folder, self._feed, self._source = folder, feed, source
         self._file = LoopLedger(folder, source.promise, generation)
         self._read: dict[tuple[int, int], BatchRead] = {}  # batches read since the last step
         source.on_read = self._remember
@@ -26,9 +26,9 @@ class BatchLedger:
         self._read[row.epoch, row.number] = row
 
     def add(self, step: int, numbers: np.ndarray) -> None:
-        """Add the batches of a step, given by their indices in the epoch."""
+        """Add the batches of a step, given by the indices of its samples in the epoch."""
         epoch = self._feed.window(step - 1).epoch
-        for number in numbers.tolist():
+        for number in self._source.batches_of(numbers.tolist()):
             row = self._read.get((epoch, number))
             self._file.add(step, epoch, number, () if row is None else row.ids)
         self._read.clear()

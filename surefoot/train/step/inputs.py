@@ -36,6 +36,7 @@ class InputReader:
         self.feed, self._task, self._seed, self._device = feed, task, seed, device
         self._clock, self._collectives = clock, collectives
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
+        self._is_divided = isinstance(feed.source, Iterated) and feed.source.draws_by_sample
         # on the device of the model; on a CPU the reader of the samples augments
         self._augments = task.augment is not None and device.type != "cpu"
         augment = None if self._augments else task.augment
@@ -74,7 +75,11 @@ class InputReader:
         num_samples, num_microbatches = sum(sizes), len(batches)
         if self._collectives.splits:
             num_microbatches = len(self.feed.microbatches(window))
+        first = taken.first
         if self._counts_rows:
+            if self._is_divided:
+                source: Any = self.feed.source
+                first, num_microbatches = source.count_step()
             counted = self._count_samples(taken)
             sizes, is_sized = [size or 1 for size in counted], None not in counted
             num_samples = sum(sizes)
@@ -82,7 +87,7 @@ class InputReader:
             taken.number,
             self.feed.epoch_of(taken.number),
             batches,
-            taken.first,
+            first,
             num_microbatches,
             sizes,
             num_samples,

@@ -27,7 +27,7 @@ from surefoot.components.data.loader.batches import (
     StepBatches,
     bytes_of,
 )
-from surefoot.components.data.loader.jobs import Job, Reader, streams_of_epoch
+from surefoot.components.data.loader.jobs import Job, Reader
 from surefoot.components.data.loader.pilot import (
     STARVES,
     STARVES_AFTER_S,
@@ -36,6 +36,7 @@ from surefoot.components.data.loader.pilot import (
     WorkerTiming,
     WorkerTuner,
 )
+from surefoot.components.data.loader.streams import streams_of_epoch
 from surefoot.components.data.sources.batch_digest import check_content
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Source
@@ -53,7 +54,6 @@ MAX_SAMPLES_TRIED = 64  # for measuring the speedup of threads
 LOOKS = 8  # liveness checks of a worker within its timeout
 PATIENCE = 1.5  # minimum timeout, relative to the slowest batch so far
 MAX_WORKER_ONLY_FAILURES = 8  # consecutive batches that raise in a worker, but not in this process
-
 
 NOTHING = ReadResult(None)
 

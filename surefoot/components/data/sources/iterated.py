@@ -24,11 +24,7 @@ from surefoot.core.errors import DataError, OtherDataError
 from surefoot.runtime.attributes.generators import sign_state
 
 KEPT_STATES, KEPT_SIZES = 16, 1024
-LASTING_NOTE = (
-    "the DataLoader has persistent_workers: after a restart, random numbers that are drawn in "
-    "workers differ from the second epoch on; for the same numbers, set persistent_workers=False"
-)
-NOTHING = object()
+NOTHING: Any = object()
 Streams = Callable[[int], AbstractContextManager[None]]
 
 
@@ -98,6 +94,8 @@ class Iterated:
 
     guarantee: Guarantee = "replayed"
     thread_safe = False
+    draws_by_sample = False  # random draws of the dataset depend on the sample, not on its batch
+    step_size = 1
 
     def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
         from surefoot.components.data.sources.watched import ObservedLoader
@@ -117,7 +115,7 @@ class Iterated:
         self.parts = self._watched.parts  # samplers and datasets whose state_dict is saved
         self.content_digest = digest_of_content(iterable)
         self._iterable = self._watched.data
-        self._num_batches, self._is_cut = length, num_batches is not None
+        self.num_batches, self.is_cut = length, num_batches is not None
         self._iterator: Iterator[Batch] | None = None
         self._next = 0
         self._pass: _EpochState | None = None
@@ -144,7 +142,26 @@ class Iterated:
         self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
 
     def __len__(self) -> int:
-        return self._num_batches
+        return self.num_batches
+
+    @property
+    def loader(self) -> Any:
+        """The DataLoader, if the samples of its batches are known; otherwise None."""
+        return self._watched.given if self._watched.knows_samples else None
+
+    @property
+    def has_lasting_workers(self) -> bool:
+        """True for a DataLoader with `persistent_workers`."""
+        return self._watched.has_lasting_workers
+
+    @property
+    def digest_of_first(self) -> str:
+        """Digest of the first batch of the epoch, once a batch has been read."""
+        return "" if self._pass is None else self._pass.seen.first.hex()
+
+    def batches_of(self, numbers: list[int]) -> list[int]:
+        """Return the numbers of the batches that the given samples of this source are."""
+        return numbers
 
     @property
     def promise(self) -> Any:
@@ -153,14 +170,9 @@ class Iterated:
 
     def read(self, ids: np.ndarray) -> Batch:
         """Read the requested batch of the current epoch, or of the next one if it has ended."""
-        number = _single_id(ids)
-        epoch = 0 if self._pass is None else self._pass.epoch
-        return self._read(
-            epoch + (self._next >= len(self) and number < self._next),
-            number,
-            _as_they_are,
-            keep=True,
-        )
+        number, epoch = _single_id(ids), 0 if self._pass is None else self._pass.epoch
+        epoch += self._next >= len(self) and number < self._next
+        return self._read(epoch, ids, _as_they_are, keep=True)
 
     def at(self, epoch: int, streams: Streams, *, keep: bool = False) -> _EpochSource:
         """Return a reader of an epoch; `streams(k)` is a context with the random states of batch k.
@@ -180,7 +192,7 @@ class Iterated:
 
     def describe(self) -> str:
         return (
-            f"{self._num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
+            f"{self.num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
         )
 
     def close(self) -> None:
@@ -194,15 +206,16 @@ class Iterated:
 
     # ---- reading
 
-    def _read(self, epoch: int, number: int, streams: Streams, *, keep: bool) -> Batch:
+    def _read(self, epoch: int, ids: np.ndarray, streams: Streams, *, keep: bool) -> Batch:
+        number = _single_id(ids)
         if number == 0 and self._first is not None and self._first[0].epoch == epoch:
             self._row, batch = self._first
         else:
             self._advance_to(epoch, number, streams)
             batch = self._draw()
-            if self._next == len(self) and not self._is_cut:
+            if self._next == len(self) and not self.is_cut:
                 self._finish()
-            elif self._is_cut and not self._has_told:
+            elif self.is_cut and not self._has_told:
                 self._tell(self._watched.find_repeats(self._next, len(self)))
         self._first = (self._row, copy_of(batch)) if keep and number == 0 else None
         self.on_read(self._row)
@@ -274,15 +287,7 @@ class Iterated:
         batch = next(self._iterator, NOTHING)
         if batch is NOTHING:
             self._iterator = None
-            hint = (
-                "give the right num_batches"
-                if self._is_cut
-                else f"len() of the {type(self._iterable).__name__} must be its number of batches; "
-                "or give Iterated(iterable, num_batches=...)"
-            )
-            raise DataError(
-                f"the iterable ended after {self._next} batches of {self._num_batches}", hint=hint
-            )
+            raise self._ended_early(self._next)
         self._row = BatchRead(
             self._pass.epoch, self._next, self._watched.record(batch, self._pass.seen)
         )
@@ -295,6 +300,17 @@ class Iterated:
             self._states.append((self._pass.epoch, self._next, self._take_state()))
         return batch
 
+    def _ended_early(self, count: int) -> DataError:
+        hint = (
+            "give the right num_batches"
+            if self.is_cut
+            else f"len() of the {type(self._iterable).__name__} must be its number of batches; "
+            "or give Iterated(iterable, num_batches=...)"
+        )
+        return DataError(
+            f"the iterable ended after {count} batches of {self.num_batches}", hint=hint
+        )
+
     def _take_state(self) -> Any:
         return copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
 
@@ -302,7 +318,7 @@ class Iterated:
         """Run the iterable to its end, as a `for` loop would, and report surplus batches, once."""
         iterator, self._iterator = self._iterator, None
         if iterator is not None and not self._has_told:
-            self._tell(self._watched.run_to_end(iterator, len(self)))
+            self._tell(self._watched.run_to_end(iterator, self.num_batches))
         if self._has_state and self._pass is not None:
             self._states.append((self._pass.epoch + 1, 0, self._take_state()))
 
@@ -334,10 +350,10 @@ class Iterated:
         current = held.get("pass")
         self._watched.worker_seed = held.get("worker_seed", self._watched.worker_seed)
         is_new = self._first is not None and current is None and not held["states"]
-        is_same = (
-            self._pass is not None
-            and current is not None
-            and _is_same(current, self._pass.as_state())
+        mine = {} if self._pass is None else self._pass.as_state()
+        # the same epoch, with the same digests of its batches
+        is_same = all(
+            current is not None and mine.get(key) == current[key] for key in ("epoch", "seen")
         )
         if is_new or is_same:
             return  # only batch 0 was read, and the next read returns it again
@@ -374,7 +390,9 @@ class Iterated:
         If so, reading continues in it, since a restarted epoch may have a different order.
         """
         mine = self._pass
-        is_over = saved.seen.count == len(self)  # a sampler can draw again at the end of an epoch
+        is_over = (
+            saved.seen.count == self.num_batches
+        )  # a sampler can draw again at the end of an epoch
         if mine is None or self._first is None or mine.epoch != saved.epoch or is_over:
             return False
         return sign_state(mine.generators) == sign_state(saved.generators)
@@ -386,12 +404,8 @@ class Iterated:
         if self._pass is not None:
             self._pass.state = None
         name = type(self._iterable).__name__
-        self.notices.append(
-            (
-                f"state_dict() of the {name} returns values that a checkpoint cannot store",
-                "a resumed run reads the batches again",
-            )
-        )
+        what = f"state_dict() of the {name} returns values that a checkpoint cannot store"
+        self.notices.append((what, "a resumed run reads the batches again"))
 
     @contextlib.contextmanager
     def keep_generators(self) -> Iterator[None]:
@@ -461,7 +475,7 @@ class _EpochSource(NamedTuple):
     keep: bool
 
     def read(self, ids: np.ndarray) -> Batch:
-        return self.source._read(self.epoch, _single_id(ids), self.streams, keep=self.keep)
+        return self.source._read(self.epoch, ids, self.streams, keep=self.keep)
 
 
 def _single_id(ids: np.ndarray) -> int:
@@ -473,23 +487,12 @@ def _single_id(ids: np.ndarray) -> int:
     return int(ids[0])
 
 
-def describe_workers(source: Any) -> list[str]:
-    """Return a note if a resumed run cannot repeat the random numbers drawn in workers."""
-    is_lasting = isinstance(source, Iterated) and source._watched.has_lasting_workers
-    return [LASTING_NOTE] if is_lasting else []
-
-
 def copy_of(batch: Batch) -> Batch:
     """Return a deep copy of a batch; the batch itself if it cannot be copied."""
     try:
         return copy.deepcopy(batch)
     except Exception:  # noqa: BLE001 - a part can raise anything
         return batch
-
-
-def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether two states are of the same epoch, with the same digests of its batches."""
-    return bool(one["epoch"] == other["epoch"] and one["seen"] == other["seen"])
 
 
 def _as_they_are(number: int) -> AbstractContextManager[None]:

@@ -74,7 +74,7 @@ class ObservedLoader:
 
     def __init__(self, data: Iterable[Any]) -> None:
         self.data, self.promise = data, LoopGuarantee(digests=True)
-        self._given = data
+        self.given = data
         self._drawn: deque[Any] = deque()
         self.num_drawn: int | None = None  # samples of the batch recorded last, if known
         # workers that read the same stream, and digests of the first two batches of each
@@ -174,7 +174,7 @@ class ObservedLoader:
         """Take over what the user has set in the loader, such as another `collate_fn`."""
         if self._sampler is not None:
             own = ("batch_sampler", "_iterator")
-            given = {name: each for name, each in vars(self._given).items() if name not in own}
+            given = {name: each for name, each in vars(self.given).items() if name not in own}
             vars(self.data).update(given)
 
     def _iterate(self) -> Iterator[Any]:
@@ -382,7 +382,7 @@ class ObservedLoader:
         """
         places = [self.data]
         if not callable(getattr(self.data, "set_epoch", None)):
-            places = [each for _, each in reversed(walk_parts(self._given))]
+            places = [each for _, each in reversed(walk_parts(self.given))]
         for place in places:
             if callable(getattr(place, "set_epoch", None)):
                 place.set_epoch(epoch)  # type: ignore[attr-defined]

@@ -1,0 +1,136 @@
+"""Ranks share each batch of a DataLoader: they train to the weights of one process.
+
+A run that was stopped goes on with any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+from surefoot.contract import loop_ledger
+from surefoot.core.errors import SurefootError
+from tests.train.test_dealt_batches import train
+from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented
+from tests.world.ranks import run_ranks
+
+SAMPLE: dict[str, Any] = {"data": {"draws": "sample"}}
+
+
+def on_ranks(
+    num_ranks: int,
+    folder: Path,
+    make: Callable[[], Any],
+    leave_at: int | None = None,
+    **tables: Any,
+) -> list[Any]:
+    """The number of samples that each rank trained on, and the weights at its end."""
+    if num_ranks == 1:
+        seen, weights = train(folder, make(), leave_at, **tables)
+        return [[sum(map(len, seen)), [each.tolist() for each in weights]]]
+
+    def job(rank: int) -> Any:
+        try:
+            seen, weights = train(folder, make(), leave_at, **tables)
+        except SurefootError as error:
+            return [error.message, error.hint]
+        return [sum(map(len, seen)), [each.tolist() for each in weights]]
+
+    return run_ranks(num_ranks, job, folder.parent / f"{folder.name}-{num_ranks}-{leave_at}")
+
+
+def assert_close(found: Any, weights: Any) -> None:
+    for mine, theirs in zip(found, weights, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1e-6, atol=1e-7)
+
+
+KINDS = ("shuffled by a generator", "augmented by workers", "by epoch", "weighted")
+
+
+@pytest.mark.quick("augmented by workers", "by epoch")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_as_one_process(kind: str, tmp_path: Path) -> None:
+    make = LOADERS[kind]
+    ((total, weights),) = on_ranks(1, tmp_path / "one", make, **SAMPLE)
+    found = on_ranks(2, tmp_path / "two", make)
+    assert sum(each[0] for each in found) == total
+    assert all(each[0] > total / 3 for each in found)
+    for _, mine in found:
+        assert_close(mine, weights)
+    checked = loop_ledger.check(tmp_path / "two")
+    assert checked.holds
+    assert checked.num_samples == total
+
+
+@pytest.mark.quick("augmented by workers")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(kind: str, tmp_path: Path) -> None:
+    make, size = LOADERS[kind], len(LOADERS[kind]())
+    ((_, weights),) = on_ranks(1, tmp_path / "one", make, **SAMPLE)
+    for num_ranks, leave_at in ((2, 2), (1, size + 2), (3, 2 * size + 1), (2, None)):
+        found = on_ranks(num_ranks, tmp_path / "stopped", make, leave_at, **SAMPLE)
+    for _, mine in found:
+        assert_close(mine, weights)
+    assert loop_ledger.check(tmp_path / "stopped").holds
+
+
+def test_virtual_ranks_give_the_same_bits(tmp_path: Path) -> None:
+    make = LOADERS["augmented by workers"]
+    layout = {"layout": {"virtual_ranks": 4}}
+    (one,) = on_ranks(1, tmp_path / "one", make, **layout)
+    for found in on_ranks(2, tmp_path / "two", make, **layout):
+        assert found[1] == one[1]
+
+
+def test_ranks_share_the_batches_of_an_accumulated_step(tmp_path: Path) -> None:
+    def make() -> Any:
+        return DataLoader(Augmented(), 3, shuffle=True)
+
+    how: dict[str, Any] = {"train": {"batch": 4, "microbatch": 1}, **SAMPLE}
+    ((total, weights),) = on_ranks(1, tmp_path / "one", make, **how)
+    found = on_ranks(2, tmp_path / "two", make, **how)
+    assert sum(each[0] for each in found) == total
+    for _, mine in found:
+        assert_close(mine, weights)
+    assert loop_ledger.check(tmp_path / "two").holds
+
+
+def distributed(rank: int) -> Any:
+    sampler = DistributedSampler(NUMBERS, num_replicas=2, rank=rank)
+    return DataLoader(NUMBERS, 4, sampler=sampler)
+
+
+def seeded_apart(rank: int) -> Any:
+    return DataLoader(NUMBERS, 4, shuffle=True, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "hint"),
+    [
+        (distributed, "divides the samples among ranks, and so does the run", "leave it out"),
+        (seeded_apart, "rank 1 has other samples than that of rank 0", "of the same seed"),
+    ],
+)
+def test_ranks_with_other_samples_are_refused(
+    make: Callable[[int], Any], words: str, hint: str, tmp_path: Path
+) -> None:
+    def job(rank: int) -> Any:
+        try:
+            train(tmp_path / "run", make(rank))
+        except SurefootError as error:
+            return [error.message, error.hint]
+        return None
+
+    for message, told in run_ranks(2, job, tmp_path / "ranks"):
+        assert words in message
+        assert hint in told
+
+
+def test_a_batch_with_fewer_samples_than_ranks_is_refused(tmp_path: Path) -> None:
+    found = on_ranks(3, tmp_path / "run", lambda: DataLoader(NUMBERS, 2))
+    assert all("a batch of 2 has 2 microbatches for 3 ranks" in each[0] for each in found), found
