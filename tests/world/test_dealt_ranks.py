@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import SurefootError
+from tests.train.small import faults_of
 from tests.train.test_dealt_batches import train
 from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented
 from tests.world.ranks import run_ranks
@@ -77,6 +78,16 @@ def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(kind: str, tmp_path: 
     for _, mine in found:
         assert_close(mine, weights)
     assert loop_ledger.check(tmp_path / "stopped").holds
+
+
+def test_draws_that_change_with_the_number_of_ranks_are_named(tmp_path: Path) -> None:
+    make = LOADERS["augmented"]
+    on_ranks(2, tmp_path / "run", make, leave_at=2)
+    for num_ranks, now in ((1, "batch now"), (2, "sample now")):
+        on_ranks(num_ranks, tmp_path / "run", make, leave_at=4 + num_ranks)
+        assert now in faults_of(tmp_path / "run")[-1].detail
+    on_ranks(2, tmp_path / "run", make)
+    assert len(faults_of(tmp_path / "run")) == 2
 
 
 def test_virtual_ranks_give_the_same_bits(tmp_path: Path) -> None:

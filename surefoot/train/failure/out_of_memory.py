@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.profiler.phases.clock import BACKWARD, FORWARD
 from surefoot.components.stability.guard import GuardFault
 from surefoot.contract.state import StepReport
@@ -85,6 +86,8 @@ class WithinMemory:
             )
         if phase not in (FORWARD, BACKWARD):
             return "this phase of the step needs as much memory with a smaller microbatch"
+        if isinstance(self._assembly.feed.source, Iterated):
+            return "the source decides the size of its batches"
         if self._assembly.feed.microbatch == 1:
             return "the microbatch is one sample already"
         if self._assembly.task.state is not None:

@@ -19,6 +19,7 @@ from surefoot.components.data.sources.batch_digest import (
     ReadingDifference,
     digest_of_content,
 )
+from surefoot.components.data.sources.loader_parts import describe_draws
 from surefoot.contract.task import Batch, Guarantee
 from surefoot.core.errors import DataError, OtherDataError
 from surefoot.runtime.attributes.generators import sign_state
@@ -268,13 +269,9 @@ class Iterated:
             for of, drawn, state in self._states
             if of in (epoch, None) and drawn <= number
         ]
-        if (
-            not found
-            and self._pass is not None
-            and self._pass.epoch == epoch
-            and self._pass.state is not None
-        ):
-            found = [(0, self._pass.state)]
+        begun = self._pass
+        if not found and begun is not None and begun.epoch == epoch and begun.state is not None:
+            found = [(0, begun.state)]
         return max(found, key=lambda each: each[0], default=(0, NOTHING))
 
     def _draw(self) -> Batch:
@@ -348,6 +345,7 @@ class Iterated:
         from surefoot.components.data.sources.watched import name_states
 
         current = held.get("pass")
+        self.notices += describe_draws(held, by_sample=self.draws_by_sample)
         self._watched.worker_seed = held.get("worker_seed", self._watched.worker_seed)
         is_new = self._first is not None and current is None and not held["states"]
         mine = {} if self._pass is None else self._pass.as_state()

@@ -100,6 +100,22 @@ def read_state(part: Any) -> Any:
     return state if is_same else None
 
 
+def describe_draws(held: Mapping[str, Any], *, by_sample: bool) -> list[tuple[str, str]]:
+    """Return a notice if draws of the dataset depend on something else than before a resume.
+
+    `held` is the saved state of the source. Before the first batch, there is none.
+    """
+    was_by_sample = held.get("draws") == "sample"
+    if was_by_sample == by_sample or "pass" not in held:
+        return []
+    before, now = ("sample", "batch") if was_by_sample else ("batch", "sample")
+    what = (
+        "random numbers that the dataset draws from the global generators depend on the "
+        f"{now} now, and depended on the {before} before"
+    )
+    return [(what, 'data.draws = "sample" draws the same on any number of ranks')]
+
+
 def _put_back(value: Any, content: Any) -> None:
     """Give a container its old content, if it has another one: a thread may be reading it."""
     if isinstance(value, dict):
