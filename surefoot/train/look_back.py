@@ -44,10 +44,9 @@ from surefoot.train.failure.blame import describe
 from surefoot.train.quiet import preserve_state, restore_entry
 from surefoot.train.record.noticed.moved_outside import load_outside
 from surefoot.train.record.outputs import Outputs
-from surefoot.train.resume.state_files import STATE
+from surefoot.train.resume.state_files import read_task_state
 from surefoot.train.session.folder import SPEC_FILE
 
-STATE_TEXT = "state.json"
 ENDINGS = (".safetensors", ".npz")
 # two sizes, so that the batch dimension is dynamic; a size of 1 would become a constant
 EXPORT_BATCHES = (4, 3)
@@ -178,17 +177,14 @@ def _restore_state(task: ResolvedTask, run: Path, step: int) -> list[str]:
 
     A forward pass or a metric may read it. On several ranks, that of rank 0 is restored.
     """
-    one = checkpoint.Commit(run, step)
-    if task.state is None or not any(entry.name == STATE_TEXT for entry in one.manifest.files):
+    if task.state is None:
         return []
-    with checkpoint.as_run_folder_errors(one.folder):
-        tree, tensors = one.json(STATE_TEXT), one.read(STATE) if one.names(STATE) else {}
+    saved = read_task_state(run, step)
     try:
-        saved = checkpoint.join(tree.get("task", {}), tensors, one.folder)
         for name, value in task.state().items():
             if name in saved:
                 restore_entry(name, value, saved[name])
-    except Exception as error:  # noqa: BLE001 - of the task, which may expect its optimizer
+    except Exception as error:  # noqa: BLE001 - of the task, whose state may have changed
         return [f"state() of the task is not restored from the checkpoint: {describe(error)}"]
     return []
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
-CLOCK = "clock.json"
+from surefoot.components import checkpoint
+
+TREE, CLOCK = "state.json", "clock.json"
 OPTIMIZER, STATE, LIVE = "optimizer.safetensors", "state.safetensors", "weights.safetensors"
 Files = dict[str, dict[str, Tensor]]
 
@@ -48,3 +53,23 @@ def write_config(model: nn.Module) -> dict[str, bytes]:
     ):
         return {"config.json": str(config.to_json_string()).encode()}  # type: ignore[union-attr]
     return {}
+
+
+def read_task_state(
+    run: Path, step: int, is_wanted: Callable[[dict[str, Any]], bool] = bool
+) -> dict[str, Any]:
+    """Return the entries of the task's `state()` that the checkpoint of a step holds.
+
+    The result is empty for a checkpoint that holds only weights, and if `is_wanted` is false for
+    the content of its `state.json`. Raises RunFolderError for a damaged checkpoint.
+    """
+    one = checkpoint.Commit(run, step)
+    if not one.manifest.is_whole_state:
+        return {}
+    with checkpoint.as_run_folder_errors(one.folder):
+        tree = one.json(TREE)
+        if not is_wanted(tree):
+            return {}
+        tensors = one.read(STATE) if one.names(STATE) else {}
+        saved: dict[str, Any] = checkpoint.join(tree.get("task", {}), tensors, one.folder)
+        return saved

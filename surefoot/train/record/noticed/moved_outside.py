@@ -23,12 +23,12 @@ from surefoot.core.units import name_some
 from surefoot.runtime.attributes.values import find_leaves, named_attributes
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.quiet import restore_entry
+from surefoot.train.resume.state_files import read_task_state
 
 if TYPE_CHECKING:
     from surefoot.contract.task import ResolvedTask
     from surefoot.train.step import LiveUpdate
 
-TREE = "state.json"
 MAX_DEPTH = 4  # attributes of attributes, lists in dicts
 MAX_PARTS = 1000  # entries of one list or dict that are searched
 OF_TORCH = ("_parameters", "_buffers", "_modules")  # where a module registers what it holds
@@ -284,17 +284,9 @@ def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> 
 
     Raises RunFolderError if the task no longer has them.
     """
-    one = checkpoint.Commit(run, step)
-    if not any(entry.name == TREE for entry in one.manifest.files):
+    saved = read_task_state(run, step, _trains_outside)
+    if not saved:
         return
-    tree = one.json(TREE)
-    updates = tree.get("optimizer") if isinstance(tree, dict) else None
-    if not any(
-        "shapes" in each for update in (updates or {}).values() for each in update["optimizers"]
-    ):
-        return  # only the model was trained
-    with checkpoint.as_run_folder_errors(one.folder):
-        saved = checkpoint.join(tree["task"], one.read("state.safetensors"), one.folder)
     named = task.state() if task.state is not None else {}
     known: Holders = {
         name: value for name, value in named.items() if isinstance(value, nn.Module | nn.Parameter)
@@ -303,7 +295,7 @@ def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> 
     known |= {name: value for name, value in walk(roots_of_task(task, model)) if name in wanted}
     if lost := sorted(wanted - known.keys()):
         raise RunFolderError(
-            f"{one.folder} holds the weights of {lost[0]}, which the task does not have",
+            f"step {step:,} of {run} holds the weights of {lost[0]}, which the task does not have",
             hint="build all modules that its optimizer trains in model() or in the "
             "constructor of the task",
         )
@@ -312,6 +304,12 @@ def load_outside(task: ResolvedTask, model: nn.Module, run: Path, step: int) -> 
             restore_entry(name, value, saved[name])
             if isinstance(value, nn.Module):
                 value.eval()
+
+
+def _trains_outside(tree: Mapping[str, Any]) -> bool:
+    """Return whether the optimizers of a checkpoint train tensors outside of the model."""
+    updates = tree.get("optimizer") or {}
+    return any("shapes" in each for update in updates.values() for each in update["optimizers"])
 
 
 # ---- of a loop
