@@ -206,6 +206,57 @@ def test_any_dataset_with_samples_by_index_is_divided(
     torch.testing.assert_close(others, weights, rtol=1e-6, atol=1e-7)
 
 
+def texts(samples: list[Any]) -> Tensor:
+    """Pads to the longest, at the end."""
+    rows = [torch.full((1 + number % 5,), value + 1) for value, number in samples]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def masked(samples: list[Any]) -> Tensor:
+    """Draws which values are masked."""
+    found = torch.tensor([value for value, _ in samples])
+    return torch.where(torch.rand(len(found)) < 0.3, -1.0, found)
+
+
+def centered(samples: list[Any]) -> Tensor:
+    found = torch.tensor([value for value, _ in samples])
+    return found - found.mean()
+
+
+def packed(samples: list[Any]) -> Tensor:
+    """Rows of two values, of whatever sample."""
+    return torch.cat([torch.full((1 + number % 3,), value) for value, number in samples])[:6]
+
+
+@pytest.mark.parametrize(
+    ("collate", "is_named"),
+    [
+        (None, False),
+        (texts, False),
+        (lambda samples: texts(samples).flip(1), False),
+        (masked, False),
+        (lambda samples: [torch.tensor([value]) for value, _ in samples], False),
+        (centered, True),
+        (packed, True),
+    ],
+    ids=["default", "padded", "padded left", "random", "list", "centered", "packed"],
+)
+def test_a_collate_function_that_depends_on_the_other_samples_is_named(
+    collate: Any, is_named: bool, tmp_path: Path
+) -> None:
+    class Summed(Task):
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            batch = batch[0] if collate is None else batch
+            rows = [each.float().sum().reshape(1, 1) / 100 for each in batch]
+            return model(torch.cat(rows))  # type: ignore[no-any-return]
+
+    loader = DataLoader(NUMBERS, BATCH, shuffle=True, collate_fn=collate)
+    spec = RunSpec(train={"length": "1 steps", "microbatch": 2}, observe={"tensorboard": False})
+    with Run(spec, Summed(loader), folder=tmp_path / "run", quiet=True) as run:
+        told = [each for each in run.assembly.warnings if "the collate function" in each]
+    assert bool(told) is is_named
+
+
 def test_a_changed_order_stops_a_resumed_run(tmp_path: Path) -> None:
     def make(seed: int) -> Any:
         class Seeded(ByEpoch):

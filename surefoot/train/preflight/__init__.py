@@ -42,7 +42,9 @@ def check(assembly: Assembly, *, is_again: bool = False) -> list[str]:
     with assembly.engine.steps.eager(), preserve_attributes(assembly.task.task):
         notes = contract.check(assembly)
         samples.check_order(assembly)
-        measured = [] if is_again else norms.check(assembly)
+        measured = []
+        if not is_again:
+            measured = [*norms.check(assembly), *samples.check_collated(assembly)]
         assembly.warnings.extend(
             [*measured, *samples.check_draws(assembly), *describe_task(assembly, generators)]
         )

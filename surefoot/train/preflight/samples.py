@@ -178,11 +178,12 @@ def is_joined(whole: Batch, halves: Sequence[Batch]) -> bool:
     """
     arrays = [list(find_arrays(batch)) for batch in (whole, *halves)]
     return len({len(each) for each in arrays}) == 1 and all(
-        _is_joined(*map(torch.as_tensor, parts)) for parts in zip(*arrays, strict=True)
+        is_joined_tensor(*map(torch.as_tensor, parts)) for parts in zip(*arrays, strict=True)
     )
 
 
-def _is_joined(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+def is_joined_tensor(whole: Tensor, first: Tensor, second: Tensor) -> bool:
+    """Return whether `whole` is two tensors joined along a dimension; see `is_joined`."""
     if not whole.ndim == first.ndim == second.ndim:
         return False
     shapes = zip(whole.shape, first.shape, second.shape, strict=True)
@@ -258,6 +259,16 @@ def check_order(assembly: Assembly) -> None:
             hint="give each rank the same DataLoader: without a sampler that divides the samples "
             "among ranks, and with generators of the same seed; the run divides each batch",
         )
+
+
+def check_collated(assembly: Assembly) -> list[str]:
+    """Return a warning if a DataLoader collates parts of a batch to other values than the batch."""
+    source = assembly.feed.source
+    if not isinstance(source, Iterated) or not source.draws_by_sample or source.step_size == 1:
+        return []
+    from surefoot.train.preflight import collated
+
+    return collated.check(source)
 
 
 # ---- draws while samples are read

@@ -242,11 +242,27 @@ class DealtLoader(Iterated):
 
     def _fetch_here(self, number: int, ids: list[Any], streams: Streams) -> Batch:
         """Read samples in this process, in addition to those that the DataLoader reads."""
-        dataset, wanted = self._loader.dataset, SeededIds(ids, self._sampler.key)
-        many = getattr(dataset, "__getitems__", None)
         with streams(number):
-            samples = many(wanted) if many is not None else [dataset[each] for each in wanted]
-            return self._loader.collate_fn(samples)
+            return self.collate(self._read_here(ids))
+
+    def _read_here(self, ids: list[Any]) -> list[Any]:
+        wanted, dataset = SeededIds(ids, self._sampler.key), self._loader.dataset
+        many = getattr(dataset, "__getitems__", None)
+        return list(many(wanted)) if many is not None else [dataset[each] for each in wanted]
+
+    def samples_of(self, part: int, most: int) -> list[Any]:
+        """Read up to `most` samples of a microbatch of the step that was drawn last, for a check.
+
+        The global random states are seeded. The result is empty if the step has fewer microbatches.
+        """
+        return self._read_here(self._cut[part][:most]) if part < len(self._cut) else []
+
+    def collate(self, samples: list[Any]) -> Batch:
+        return self._loader.collate_fn(samples)
+
+    def describe_sizes(self) -> str:
+        sizes = sorted({len(part) for part in self._cut})
+        return " or ".join(map(str, sizes))
 
     def _is_beginning_of(self, saved: Any) -> bool:
         return False  # the indices are drawn again
