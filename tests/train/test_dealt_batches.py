@@ -23,7 +23,7 @@ from surefoot.components.data.feed import Share
 from surefoot.components.data.loader.dealt import Deal, SeededIds
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import loop_ledger
-from surefoot.core.errors import OtherDataError, SpecError
+from surefoot.core.errors import OtherDataError, SpecError, TaskError
 from tests.train.test_loader_resume import BATCH, LOADERS, NUMBERS, SAMPLES, Augmented, ByEpoch
 
 EPOCHS = 3
@@ -255,6 +255,25 @@ def test_a_collate_function_that_depends_on_the_other_samples_is_named(
     with Run(spec, Summed(loader), folder=tmp_path / "run", quiet=True) as run:
         told = [each for each in run.assembly.warnings if "the collate function" in each]
     assert bool(told) is is_named
+
+
+@pytest.mark.parametrize(("num_samples", "drop_last"), [(9, False), (9, True), (10, False)])
+def test_a_norm_that_needs_several_samples_is_refused_a_microbatch_of_one(
+    num_samples: int, drop_last: bool, tmp_path: Path
+) -> None:
+    class Normed(Task):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    loader = DataLoader(NUMBERS[:num_samples], BATCH, drop_last=drop_last)
+    spec = RunSpec(train={"length": "1 steps", "microbatch": 2}, observe={"tensorboard": False})
+    run = Run(spec, Normed(loader), folder=tmp_path / "run", quiet=True)
+    if num_samples == 9 and not drop_last:
+        with pytest.raises(TaskError, match="a microbatch of the DataLoader has one sample"), run:
+            pass
+        return
+    with run:
+        assert len(list(run.steps())) == 1
 
 
 def test_a_changed_order_stops_a_resumed_run(tmp_path: Path) -> None:

@@ -219,7 +219,11 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
     norms: dict[nn.Module, str] = {
         module: name for name, module in model.named_modules() if isinstance(module, OVER_BATCHES)
     }
-    if len(lone) > 1 or not norms or feed.source.guarantee != "proven":
+    is_divided = isinstance(feed.source, Iterated) and feed.source.draws_by_sample
+    if len(lone) > 1 or not norms or not samples.reads_by_index(feed.source):
+        return
+    source: Any = feed.source
+    if is_divided and not source.has_lone_sample():
         return
     reached: list[nn.Module] = []
     hooks = [
@@ -229,12 +233,19 @@ def _check_lone_sample(assembly: Assembly, read: Callable[[np.ndarray], Batch]) 
     try:
         with preserve_state(model, assembly.task.state, evaluates=False), torch.enable_grad():
             for update in assembly.updates:
-                update.loss(model, copy_of(read(lone)))
+                update.loss(model, copy_of(source.read_lone_sample() if is_divided else read(lone)))
     except ValueError as error:
         if not str(error).startswith("Expected more than 1"):
             raise
         module = reached[-1]
         which = "the last batch of an epoch" if feed.microbatch > 1 else "every microbatch"
+        if is_divided:
+            raise TaskError(
+                f"{norms[module]} ({type(module).__name__}) cannot be trained on one sample, and "
+                "a microbatch of the DataLoader has one sample",
+                hint="set drop_last=True in the DataLoader, or another batch_size or "
+                "train.microbatch",
+            ) from error
         raise TaskError(
             f"{norms[module]} ({type(module).__name__}) cannot be trained on a batch "
             f"of one sample, and {which} has one sample",

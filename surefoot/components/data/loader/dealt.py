@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from surefoot.components.data.feed import Share
-from surefoot.components.data.loader.streams import seed_draws
+from surefoot.components.data.loader.streams import seed_draws, streams_of
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
 from surefoot.components.data.sources.iterated import NOTHING, BatchRead, Iterated, Streams
@@ -256,6 +256,24 @@ class DealtLoader(Iterated):
         The global random states are seeded. The result is empty if the step has fewer microbatches.
         """
         return self._read_here(self._cut[part][:most]) if part < len(self._cut) else []
+
+    def has_lone_sample(self) -> bool:
+        """Return whether a batch of the usual size, or the last one, has a microbatch of 1."""
+        batches = self._loader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        if not isinstance(size, int):
+            return False
+        try:
+            last = len(batches.sampler) % size
+        except (AttributeError, TypeError):
+            last = 0
+        sizes = [size] if not last or getattr(batches, "drop_last", False) else [size, last]
+        return any(len(part) == 1 for each in sizes for part in self._deal.cut([[0] * each]))
+
+    def read_lone_sample(self) -> Batch:
+        """Read one sample of the step that was drawn last, as a batch, for a check."""
+        with streams_of(0):
+            return self.collate(self.samples_of(0, 1))
 
     def collate(self, samples: list[Any]) -> Batch:
         return self._loader.collate_fn(samples)
