@@ -16,7 +16,7 @@ from surefoot.components.data.sources.wrapped import TorchDataset
 from surefoot.core.errors import SpecError
 from tests.world.ranks import run_ranks
 
-HINT = "in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn)"
+HINT = "give a DataLoader with a map-style dataset"
 
 
 class Padded:

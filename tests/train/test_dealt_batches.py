@@ -20,10 +20,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data.feed import Share
-from surefoot.components.data.loader.dealt import Deal, SeededIds
+from surefoot.components.data.loader.division import Deal, SeededIds
 from surefoot.components.data.sources.arrays import Arrays
 from surefoot.contract import loop_ledger
-from surefoot.core.errors import OtherDataError, SpecError, TaskError
+from surefoot.core.errors import OtherDataError, SpecError, SurefootError, TaskError
 from tests.train.test_loader_resume import BATCH, LOADERS, NUMBERS, SAMPLES, Augmented, ByEpoch
 
 EPOCHS = 3
@@ -276,6 +276,59 @@ def test_a_norm_that_needs_several_samples_is_refused_a_microbatch_of_one(
         assert len(list(run.steps())) == 1
 
 
+class TooLarge(ByEpoch):
+    """Batches with more samples than it says."""
+
+    batch_size = 4
+
+
+class DrawsAtOnce(Many):
+    """Draws for all samples of a call, without iterating over the indices."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [
+            (float(indices[at]) + torch.rand(()).item() / 8, indices[at])
+            for at in range(len(indices))
+        ]
+
+
+def test_a_batch_larger_than_its_batch_size_ends_the_run(tmp_path: Path) -> None:
+    loader = DataLoader(NUMBERS, batch_sampler=TooLarge())
+    with pytest.raises(SurefootError, match="has 6 samples, more than the 4 of 2 microbatches"):
+        train(tmp_path / "run", loader, train={"microbatch": 2})
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_draws_for_several_samples_are_named_and_resumed(num_workers: int, tmp_path: Path) -> None:
+    def make(num_workers: int = num_workers) -> Any:
+        return DataLoader(DrawsAtOnce(), BATCH, shuffle=True, num_workers=num_workers)
+
+    spec = RunSpec(train={"length": "1 steps", "microbatch": 2}, observe={"tensorboard": False})
+    with Run(spec, Task(make()), folder=tmp_path / "told", quiet=True) as run:
+        assert any("__getitems__ of the dataset" in each for each in run.assembly.warnings)
+    how: dict[str, Any] = {"data": {"draws": "sample"}}
+    _, weights = train(tmp_path / "whole", make(0), **how)
+    train(tmp_path / "cut", make(), leave_at=7, **how)
+    _, others = train(tmp_path / "cut", make(), **how)
+    assert all(map(torch.equal, weights, others))
+
+
+def test_nested_subsets_draw_by_sample(tmp_path: Path) -> None:
+    def make() -> Any:
+        inner = Subset(Augmented(), range(SAMPLES - 2))
+        return DataLoader(Subset(Subset(inner, range(1, 15)), range(12)), BATCH, shuffle=True)
+
+    seen = [
+        [each for one in train(tmp_path / name, make(), **how)[0] for each in one]
+        for name, how in (
+            ("whole", {"data": {"draws": "sample"}}),
+            ("parts", {"train": {"microbatch": 3}}),
+            ("singles", {"train": {"microbatch": 1}}),
+        )
+    ]
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_a_changed_order_stops_a_resumed_run(tmp_path: Path) -> None:
     def make(seed: int) -> Any:
         class Seeded(ByEpoch):
@@ -302,36 +355,57 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize(
-    ("loader", "tables", "words"),
+    ("loader", "tables", "words", "hint"),
     [
         (
             DataLoader(Stream(), BATCH),
             {"train": {"microbatch": 2}},
             "train.microbatch is 2, but the source gives whole batches, of unknown samples",
+            "a map-style dataset",
+        ),
+        (
+            DataLoader(NUMBERS, BATCH, in_order=False),
+            {"train": {"microbatch": 2}},
+            "of unknown samples",
+            "leave in_order out",
+        ),
+        (
+            DataLoader(NUMBERS, batch_size=None),
+            {
+                "layout": {"virtual_ranks": 2},
+                "data": {"draws": "sample"},
+                "train": {"microbatch": 2},
+            },
+            "of unknown samples",
+            "give the DataLoader a batch_size",
         ),
         (
             DataLoader(NUMBERS, batch_sampler=ByEpoch()),
             {"train": {"microbatch": 2}},
             "the batch sampler of the DataLoader, a ByEpoch, has no batch_size",
+            "leave train.microbatch out",
         ),
         (
             DataLoader(NUMBERS, BATCH),
             {"train": {"microbatch": 2, "batch": 4}},
             "train.batch is 4 and train.microbatch is 2, but the source gives whole batches",
+            "leave train.batch out",
         ),
         (
             DataLoader(NUMBERS, BATCH),
             {"train": {"microbatch": 2}, "data": {"draws": "batch"}},
             'data.draws is "batch", but train.microbatch is 2',
+            "leave data.draws out",
         ),
     ],
-    ids=["stream", "no size", "batch", "draws"],
+    ids=["stream", "out of order", "no batch", "no size", "batch", "draws"],
 )
 def test_what_cannot_be_divided_is_refused(
-    loader: Any, tables: dict[str, Any], words: str, tmp_path: Path
+    loader: Any, tables: dict[str, Any], words: str, hint: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(SpecError, match=words):
+    with pytest.raises(SpecError, match=words) as raised:
         train(tmp_path / "run", loader, **tables)
+    assert hint in raised.value.hint
 
 
 @pytest.mark.parametrize(
@@ -358,8 +432,9 @@ def test_each_microbatch_is_of_one_rank(
 def test_sending_seeded_ids_draws_nothing() -> None:
     random.seed(3)
     before = random.getstate()
-    sent = pickle.loads(pickle.dumps(SeededIds([4, "name", (1, 2)], key=7)))
+    text = pickle.dumps(SeededIds([4, "name", (1, 2)], key=7))
     assert random.getstate() == before
+    sent = pickle.loads(text)
     assert sent.plain() == [4, "name", (1, 2)]
     drawn = [random.random() for _ in sent]
     assert drawn == [random.random() for _ in sent]

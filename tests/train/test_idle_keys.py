@@ -53,6 +53,8 @@ def started(folder: Path, task: Small, **tables: Any) -> str:
         (("test",), {"evaluate": {"batch": 8}}, "evaluate.batch = 8 has no effect"),
         ((), {"data": {"draws": "sample"}}, 'data.draws = "sample" has no effect'),
         (("train",), {"data": {"draws": "sample"}}, None),
+        (("train",), {"data": {"last_batch": "drop"}}, 'data.last_batch = "drop" has no effect'),
+        ((), {"data": {"last_batch": "drop"}}, None),
         (("train",), {}, None),
         (("train",), {"evaluate": {"batch": 8}}, None),
         (("test",), {"data": {"shuffle": False}}, None),

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
+from surefoot import Loss, Run, RunSpec, all_gather
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import SurefootError
 from tests.train.small import faults_of
-from tests.train.test_dealt_batches import train
+from tests.train.test_dealt_batches import Task, train
 from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented
 from tests.world.ranks import run_ranks
 
@@ -98,17 +100,46 @@ def test_virtual_ranks_give_the_same_bits(tmp_path: Path) -> None:
         assert found[1] == one[1]
 
 
-def test_ranks_share_the_batches_of_an_accumulated_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_share_the_batches_of_an_accumulated_step(num_ranks: int, tmp_path: Path) -> None:
     def make() -> Any:
         return DataLoader(Augmented(), 3, shuffle=True)
 
     how: dict[str, Any] = {"train": {"batch": 4, "microbatch": 1}, **SAMPLE}
     ((total, weights),) = on_ranks(1, tmp_path / "one", make, **how)
-    found = on_ranks(2, tmp_path / "two", make, **how)
+    found = on_ranks(num_ranks, tmp_path / "ranks", make, **how)
     assert sum(each[0] for each in found) == total
     for _, mine in found:
         assert_close(mine, weights)
-    assert loop_ledger.check(tmp_path / "two").holds
+    assert loop_ledger.check(tmp_path / "ranks").holds
+
+
+class Compared(Task):
+    """Compares the samples of all ranks."""
+
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        every = all_gather(output)
+        return Loss.sum((every - every.T).square().sum() / len(every), len(output), additive=False)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_loss_that_gathers_needs_a_microbatch_on_each_rank(
+    drop_last: bool, tmp_path: Path
+) -> None:
+    def job(rank: int) -> Any:
+        loader = DataLoader(NUMBERS[:9], 4, drop_last=drop_last)
+        spec = RunSpec(train={"length": "3 steps"}, observe={"tensorboard": False})
+        try:
+            with Run(spec, Compared(loader), folder=tmp_path / "run", quiet=True) as run:
+                return [report.step for report in run.steps()]
+        except SurefootError as error:
+            return error.message
+
+    for found in run_ranks(2, job, tmp_path / "ranks"):
+        if drop_last:
+            assert found == [1, 2, 3]
+        else:
+            assert "a batch of 1 of the DataLoader cannot be divided among 2 ranks" in found
 
 
 def distributed(rank: int) -> Any:

@@ -34,9 +34,6 @@ LASTING_NOTE = (
     "workers differ from the second epoch on; for the same numbers, set "
     'data.draws = "sample", or persistent_workers=False'
 )
-INSTEAD_OF_A_LOADER = (
-    ", in place of a DataLoader TorchDataset(loader.dataset, loader.collate_fn) of surefoot.data"
-)
 
 
 def read_split(task: ResolvedTask, split: str) -> Source:
@@ -124,7 +121,7 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
     train = spec.train
     is_given = "batch" in train.model_fields_set
     num_batches = train.batch if is_given else 1
-    size = None if train.microbatch == 1 else train.microbatch
+    size = None if is_given and train.microbatch == 1 else train.microbatch
     if is_given and num_batches != 1 and train.microbatch != 1:
         given = (
             f"train.batch is {num_batches}"
@@ -150,20 +147,35 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
             f'data.draws is "batch", but {why}',
             hint='leave data.draws out, or set it to "sample"',
         )
-    is_idle = source.loader is None and why is not None and why.startswith("layout.virtual")
-    if why is None or is_idle:
+    has_no_effect = train.microbatch == 1 or (why or "").startswith("layout.virtual")
+    if why is None or (source.loader is None and share.size == 1 and has_no_effect):
         return source, num_batches
-    from surefoot.components.data.loader import dealt
+    from surefoot.components.data.loader import dealt, division
 
     if source.loader is None:
         raise SpecError(
             f"{why}, but the source gives whole batches, of unknown samples: {source.describe()}",
-            hint=f"give samples that are read by index{INSTEAD_OF_A_LOADER}",
+            hint=_how_to_divide(source.given),
         )
-    deal = dealt.make_deal(source, size, num_batches, share, train.seed)
+    deal = division.make_deal(source, size, num_batches, share, train.seed)
     if share.size > 1 and train.batchnorm == "sync":
-        dealt.check_equal_passes(source, deal)
+        division.check_equal_passes(source, deal)
     return dealt.DealtLoader(source, deal), deal.step
+
+
+def _how_to_divide(given: Any) -> str:
+    """Return how batches are given whose samples are known."""
+    if not isinstance(given, torch.utils.data.DataLoader):
+        return "give a DataLoader with a map-style dataset (with __getitem__ and __len__)"
+    if isinstance(given.dataset, torch.utils.data.IterableDataset):
+        return "give its DataLoader a map-style dataset (with __getitem__ and __len__)"
+    if given.batch_sampler is None:
+        return "give the DataLoader a batch_size"
+    if not getattr(given, "in_order", True):
+        return "leave in_order out of the DataLoader"
+    if type(given) is torch.utils.data.DataLoader:
+        return "give a DataLoader that has not been iterated"
+    return "give a torch.utils.data.DataLoader, or TorchDataset(loader.dataset, loader.collate_fn)"
 
 
 def _why_divided(spec: RunSpec, size: int | None, share: Share) -> str | None:
@@ -198,6 +210,12 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
         found.append(
             f"layout.virtual_ranks = {spec.layout.virtual_ranks} has no effect: the source gives "
             f"whole batches: {source.describe()}"
+        )
+    is_single = spec.train.batch == 1 or "batch" not in spec.train.model_fields_set
+    if spec.data.last_batch == "drop" and isinstance(source, Iterated) and is_single:
+        found.append(
+            'data.last_batch = "drop" has no effect: the source decides its last batch: '
+            f"{source.describe()}; set drop_last=True in the DataLoader"
         )
     if evaluated is not None and evaluated.guarantee != "proven" and spec.evaluate.batch:
         found.append(

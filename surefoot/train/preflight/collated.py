@@ -21,6 +21,11 @@ UNCHECKED = (
     "whether the collate function of the DataLoader returns the same for parts of a batch could "
     "not be checked"
 )
+DRAWS = (
+    "__getitems__ of the dataset of the DataLoader returns other values for a sample if it reads "
+    "others with it: random numbers that it draws depend on the microbatch, and change with "
+    "train.microbatch and the number of ranks"
+)
 WARNING = (
     "the collate function of the DataLoader returns other values for two microbatches than for "
     "their samples together, in more than padding: the run trains on what it returns for each "
@@ -39,6 +44,10 @@ def check(source: Any) -> list[str]:
             parts = [source.samples_of(part, MAX_SAMPLES) for part in range(2)]
             if not all(parts):
                 return []
+            together = digest_of(parts[0][1:2])
+            alone, again = (digest_of(source.samples_of(0, 2, 1)) for _ in range(2))
+            if alone == again != together:
+                return [DRAWS]
             before = read_streams()
             whole, *halves = [
                 list(find_arrays(source.collate(copy.deepcopy(samples))))

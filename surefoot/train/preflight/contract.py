@@ -430,6 +430,17 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     feed, ranks = assembly.feed, assembly.engine.steps.collectives.ranks
     if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
         return False
+    num_ranks = ranks.group.size
+    if isinstance(feed.source, Iterated):
+        source: Any = feed.source
+        if short := [size for size in source.batch_sizes() if source.count_cut(size) != num_ranks]:
+            raise SpecError(
+                f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} "
+                f"of the DataLoader cannot be divided among {num_ranks} ranks",
+                hint="set drop_last=True in the DataLoader, and a batch_size that is a multiple of "
+                "the ranks",
+            )
+        return True
     batches = {feed.batch, *(batch for _, batch in assembly.spec.train.ramp)}
     rest = (
         {(feed.order.n - feed.dropped) % batch for batch in batches} - {0}
@@ -439,12 +450,12 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     short = [
         batch
         for batch in sorted(batches | rest)
-        if -(-batch // -(-batch // ranks.group.size)) != ranks.group.size
+        if -(-batch // -(-batch // num_ranks)) != num_ranks
     ]
     if short:
         raise SpecError(
             f"the loss of update {name} calls surefoot.all_gather, and a batch of "
-            f"{short[0]} cannot be divided among {ranks.group.size} ranks",
+            f"{short[0]} cannot be divided among {num_ranks} ranks",
             hint='set data.last_batch = "drop", and train.batch to a multiple of the ranks',
         )
     return True

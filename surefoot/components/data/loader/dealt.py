@@ -7,120 +7,21 @@ reads only the samples of its own microbatches. To resume, only the indices are 
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections import deque
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
 
-from surefoot.components.data.feed import Share
-from surefoot.components.data.loader.streams import seed_draws, streams_of
+from surefoot.components.data.loader.division import Deal, SeededIds, without_nesting
+from surefoot.components.data.loader.streams import streams_of
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
 from surefoot.components.data.sources.iterated import NOTHING, BatchRead, Iterated, Streams
 from surefoot.components.data.sources.watched import ObservedLoader, as_ids
 from surefoot.contract.task import Batch
-from surefoot.core.errors import DataError, SpecError
-from surefoot.core.ranks.pieces import check_pieces
-
-OF_BATCH = 0x62617463  # separates the draws of a collate function from those of the samples
-
-
-class Deal(NamedTuple):
-    """Division of the batches of a DataLoader into microbatches.
-
-    A step has `batches` batches of the loader. Each is divided into microbatches of `size` samples,
-    at most `parts` of them, or into `parts` of equal sizes if `size` is None. `parts` is a multiple
-    of the number of ranks. `share` are the microbatches of this rank. `seed` is the seed of random
-    draws in the dataset.
-
-    The microbatches of an epoch have the numbers 0 to `total` - 1. If a batch is too small for all
-    of its parts, the last numbers of its step stand for no microbatch.
-    """
-
-    seed: int
-    share: Share
-    parts: int
-    size: int | None
-    batches: int
-    total: int
-
-    @property
-    def step(self) -> int:
-        """Largest number of microbatches of a step, of all ranks."""
-        return self.parts * self.batches
-
-    def cut(self, batches: list[list[Any]]) -> list[list[Any]]:
-        """Return the samples of each microbatch of a step, from those of its batches.
-
-        >>> Deal(0, Share(), parts=3, size=None, batches=1, total=3).cut([[5, 6, 7, 8]])
-        [[5, 6], [7, 8]]
-        """
-        found = []
-        for ids in batches:
-            size = self.size or max(1, -(-len(ids) // self.parts))
-            found += [ids[start : start + size] for start in range(0, len(ids), size)]
-        return found
-
-    def own(self, cut: list[list[Any]]) -> list[list[Any]]:
-        """Return the microbatches of this rank, out of all of a step."""
-        begin, end = self.share.of(len(cut))
-        return cut[begin:end]
-
-    def own_numbers(self, first: int) -> range:
-        """Return the numbers of this rank in the step whose first number is `first`."""
-        begin, end = self.share.of(min(self.step, max(self.total - first, 0)))
-        return range(first + begin, first + end)
-
-    def next_own(self, number: int) -> int:
-        """Return the first number of this rank from `number` on; `total` at the end."""
-        for first in range(number - number % self.step, self.total, self.step):
-            own = self.own_numbers(first)
-            if number < own.stop:
-                return max(number, own.start)
-        return self.total
-
-
-class SeededIds(list[Any]):
-    """Sample indices of a microbatch; iteration seeds the global random states for each sample.
-
-    A dataset that draws from them gets numbers that depend only on `key` and the index, in any
-    worker and in any microbatch. At the end the states are seeded for the collate function.
-    """
-
-    def __init__(self, ids: list[Any], key: int) -> None:
-        super().__init__(ids)
-        self.key = key
-
-    def __iter__(self) -> Iterator[Any]:
-        first = 0
-        for position, each in enumerate(super().__iter__()):
-            number = _number_of(each)
-            first = first if position else number
-            seed_draws(derive(self.key, number))
-            yield each
-        seed_draws(derive(self.key, first, OF_BATCH))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # the default would iterate, and seed the random states of the process that sends the list
-        return type(self)._made, (self.plain(), self.key)
-
-    @classmethod
-    def _made(cls, ids: list[Any], key: int) -> Self:
-        return cls(ids, key)
-
-    def plain(self) -> list[Any]:
-        return [*super().__iter__()]
-
-
-def _number_of(index: Any) -> int:
-    try:
-        return int(index)
-    except (TypeError, ValueError):  # a sampler may give names or tuples
-        return zlib.crc32(repr(index).encode())
+from surefoot.core.errors import DataError
 
 
 class DealtLoader(Iterated):
@@ -149,7 +50,9 @@ class DealtLoader(Iterated):
         super().__init__(loader, source.num_batches if source.is_cut else None)
         self._loader, self._deal = loader, deal
         self._sampler = _DealingSampler(loader, deal, self._watched)
-        vars(self._watched.data)["batch_sampler"] = self._sampler
+        self._dataset = without_nesting(loader.dataset)
+        self._watched.own |= {"batch_sampler": self._sampler, "dataset": self._dataset}
+        self._watched.take_settings()
         self._group = -deal.step  # first number of the step whose samples are known
         self._cut: list[list[Any]] = []  # samples of its microbatches
         self._own: dict[int, list[Any]] = {}  # those of this rank, by number
@@ -234,6 +137,8 @@ class DealtLoader(Iterated):
     def _draw(self) -> Batch:
         assert self._iterator is not None
         assert self._pass is not None
+        if not self._loader.num_workers:
+            SeededIds(self._own[self._next], self._sampler.key).seed()
         batch = next(self._iterator, NOTHING)
         if batch is NOTHING:
             self._iterator = None
@@ -246,29 +151,42 @@ class DealtLoader(Iterated):
             return self.collate(self._read_here(ids))
 
     def _read_here(self, ids: list[Any]) -> list[Any]:
-        wanted, dataset = SeededIds(ids, self._sampler.key), self._loader.dataset
+        wanted, dataset = SeededIds(ids, self._sampler.key), self._dataset
+        wanted.seed()
         many = getattr(dataset, "__getitems__", None)
         return list(many(wanted)) if many is not None else [dataset[each] for each in wanted]
 
-    def samples_of(self, part: int, most: int) -> list[Any]:
-        """Read up to `most` samples of a microbatch of the step that was drawn last, for a check.
+    def samples_of(self, part: int, end: int, start: int = 0) -> list[Any]:
+        """Read samples `start` to `end` of a microbatch of the step drawn last, for a check.
 
         The global random states are seeded. The result is empty if the step has fewer microbatches.
         """
-        return self._read_here(self._cut[part][:most]) if part < len(self._cut) else []
+        return self._read_here(self._cut[part][start:end]) if part < len(self._cut) else []
 
-    def has_lone_sample(self) -> bool:
-        """Return whether a batch of the usual size, or the last one, has a microbatch of 1."""
+    def batch_sizes(self) -> list[int]:
+        """Return the usual number of samples of a batch, and that of a short last one.
+
+        The result is empty if the batch sampler does not say them.
+        """
         batches = self._loader.batch_sampler
         size = getattr(batches, "batch_size", None)
         if not isinstance(size, int):
-            return False
+            return []
         try:
             last = len(batches.sampler) % size
         except (AttributeError, TypeError):
             last = 0
-        sizes = [size] if not last or getattr(batches, "drop_last", False) else [size, last]
-        return any(len(part) == 1 for each in sizes for part in self._deal.cut([[0] * each]))
+        return [size] if not last or getattr(batches, "drop_last", False) else [size, last]
+
+    def count_cut(self, size: int) -> int:
+        """Return the number of microbatches of a batch of `size` samples."""
+        return len(self._deal.cut([[0] * size]))
+
+    def has_lone_sample(self) -> bool:
+        """Return whether a batch of the usual size, or the last one, has a microbatch of 1."""
+        return any(
+            len(part) == 1 for size in self.batch_sizes() for part in self._deal.cut([[0] * size])
+        )
 
     def read_lone_sample(self) -> Batch:
         """Read one sample of the step that was drawn last, as a batch, for a check."""
@@ -387,70 +305,6 @@ class _Steps(Iterator[SeededIds]):
             self._waiting += self._deal.own(self._deal.cut(batches))
         self._first += self._deal.step
         return True
-
-
-def make_deal(
-    source: Iterated, size: int | None, num_batches: int, share: Share, seed: int
-) -> Deal:
-    """Return the division of steps of `num_batches` batches into microbatches of `size` samples.
-
-    Without a size, each batch has as many equal parts as `share` has pieces. Raises SpecError if a
-    rank would have no microbatch.
-    """
-    loader = source.loader
-    if share.size > 1:
-        _check_undivided(loader)
-    largest = getattr(loader.batch_sampler, "batch_size", None)
-    if size is None:
-        parts = share.num_pieces
-    elif isinstance(largest, int):
-        parts = -(-largest // (size * share.size)) * share.size
-    else:
-        raise SpecError(
-            f"train.microbatch is {size}, but the batch sampler of the DataLoader, a "
-            f"{type(loader.batch_sampler).__name__}, has no batch_size",
-            hint="leave train.microbatch out, or give the batch sampler the attribute batch_size, "
-            "the number of samples of its largest batch",
-        )
-    if isinstance(largest, int) and num_batches == 1:
-        check_pieces([largest], size, share.size)
-    return Deal(seed, share, parts, size, num_batches, source.num_batches * parts)
-
-
-def _check_undivided(loader: Any) -> None:
-    """Raise SpecError for a loader whose sampler divides the samples among ranks itself."""
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    for sampler in (loader.batch_sampler, *samplers):
-        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-            raise SpecError(
-                f"the {type(sampler).__name__} of the DataLoader divides the samples among ranks, "
-                "and so does the run",
-                hint="leave it out: DataLoader(dataset, batch_size=the batch of all ranks, "
-                "shuffle=True)",
-            )
-
-
-def check_equal_passes(source: Iterated, deal: Deal) -> None:
-    """Raise SpecError if ranks could compute different numbers of forward passes in a step.
-
-    With synchronized BatchNorm a rank with more passes would wait for the others.
-    """
-    batches = source.loader.batch_sampler
-    size = getattr(batches, "batch_size", 0)
-    is_full = getattr(batches, "drop_last", False) or len(source.loader.dataset) % (size or 1) == 0
-    cut = deal.cut([[0] * size] * deal.batches) if isinstance(size, int) else []
-    if not (
-        cut
-        and is_full
-        and len(cut) % deal.share.size == 0
-        and source.num_batches % deal.batches == 0
-    ):
-        raise SpecError(
-            'train.batchnorm is "sync", and the batches of the DataLoader do not give each of '
-            f"{deal.share.size} ranks the same number of microbatches",
-            hint="set drop_last=True in the DataLoader, and a batch_size that is a multiple of "
-            "the number of ranks",
-        )
 
 
 def _draw_worker_seed(loader: Any) -> None:

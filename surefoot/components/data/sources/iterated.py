@@ -112,7 +112,7 @@ class Iterated:
                 f"the {type(iterable).__name__} returns no batch: its length is 0",
                 hint="give 1 batch or more",
             )
-        self._watched = ObservedLoader(iterable)
+        self._watched, self.given = ObservedLoader(iterable), iterable
         self.parts = self._watched.parts  # samplers and datasets whose state_dict is saved
         self.content_digest = digest_of_content(iterable)
         self._iterable = self._watched.data

@@ -113,7 +113,8 @@ def describe_draws(held: Mapping[str, Any], *, by_sample: bool) -> list[tuple[st
         "random numbers that the dataset draws from the global generators depend on the "
         f"{now} now, and depended on the {before} before"
     )
-    return [(what, 'data.draws = "sample" draws the same on any number of ranks')]
+    way = 'start a run with data.draws = "sample" to draw the same on any number of ranks'
+    return [(what, way)]
 
 
 def _put_back(value: Any, content: Any) -> None:

@@ -85,6 +85,7 @@ class ObservedLoader:
         self.starts_workers = False
         self.worker_seed: Tensor | None = None
         self._sampler: _Recorder | None = None
+        self.own: dict[str, Any] = {}  # settings of `data` that replace those of the user
         batch_sampler = getattr(data, "batch_sampler", None)
         self._order_is_torchs = (
             type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in TORCH_SAMPLERS
@@ -94,7 +95,8 @@ class ObservedLoader:
         if _can_be_watched(data):
             self._sampler = _Recorder(data.batch_sampler, self._drawn)  # type: ignore[attr-defined]
             self.data = copy.copy(data)  # the user's loader stays unchanged
-            vars(self.data)["batch_sampler"] = self._sampler
+            self.own["batch_sampler"] = self._sampler
+            self.take_settings()
             self.promise = _find_sampler_guarantee(data)
 
     @property
@@ -154,7 +156,7 @@ class ObservedLoader:
         reading. Its order is then the same, whether or not the workers exist already. If this
         process is forked, the child process does not end the workers of the iterator.
         """
-        self._take_settings()
+        self.take_settings()
         loader = self._find_lasting_loader()
         if loader is None:
             return self._iterate()
@@ -170,12 +172,11 @@ class ObservedLoader:
             return self._iterate_with_new_workers(loader)
         return self._iterate()
 
-    def _take_settings(self) -> None:
-        """Take over what the user has set in the loader, such as another `collate_fn`."""
+    def take_settings(self) -> None:
+        """Take over what the user has set in the loader, except for what `own` replaces."""
         if self._sampler is not None:
-            own = ("batch_sampler", "_iterator")
-            given = {name: each for name, each in vars(self.given).items() if name not in own}
-            vars(self.data).update(given)
+            given = {name: each for name, each in vars(self.given).items() if name != "_iterator"}
+            vars(self.data).update({**given, **self.own})
 
     def _iterate(self) -> Iterator[Any]:
         iterator, (kept, *surplus) = iter(self.data), self._left or (None,)

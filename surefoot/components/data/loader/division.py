@@ -1,0 +1,200 @@
+"""Division of the batches of a DataLoader into microbatches, from their sample indices."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
+from torch.utils.data import DistributedSampler, Subset
+
+from surefoot.components.data.feed import Share
+from surefoot.components.data.loader.streams import seed_draws
+from surefoot.components.data.order import derive
+from surefoot.components.data.sources.iterated import Iterated
+from surefoot.core.errors import DataError, SpecError
+from surefoot.core.ranks.pieces import check_pieces
+
+OF_BATCH = 0x62617463  # separates the draws of a collate function from those of the samples
+
+
+class Deal(NamedTuple):
+    """Division of the batches of a DataLoader into microbatches.
+
+    A step has `batches` batches of the loader. Each is divided into microbatches of `size` samples,
+    at most `parts` of them, or into `parts` of equal sizes if `size` is None. `parts` is a multiple
+    of the number of ranks. `share` are the microbatches of this rank. `seed` is the seed of random
+    draws in the dataset.
+
+    The microbatches of an epoch have the numbers 0 to `total` - 1. If a batch is too small for all
+    of its parts, the last numbers of its step stand for no microbatch.
+    """
+
+    seed: int
+    share: Share
+    parts: int
+    size: int | None
+    batches: int
+    total: int
+
+    @property
+    def step(self) -> int:
+        """Largest number of microbatches of a step, of all ranks."""
+        return self.parts * self.batches
+
+    def cut(self, batches: list[list[Any]]) -> list[list[Any]]:
+        """Return the samples of each microbatch of a step, from those of its batches.
+
+        >>> Deal(0, Share(), parts=3, size=None, batches=1, total=3).cut([[5, 6, 7, 8]])
+        [[5, 6], [7, 8]]
+        """
+        found = []
+        for ids in batches:
+            if self.size is not None and len(ids) > self.size * self.parts:
+                raise DataError(
+                    f"a batch of the DataLoader has {len(ids)} samples, more than the "
+                    f"{self.size * self.parts} of {self.parts} microbatches of {self.size}",
+                    hint="the attribute batch_size of its batch sampler must be the number of "
+                    "samples of the largest batch",
+                )
+            size = self.size or max(1, -(-len(ids) // self.parts))
+            found += [ids[start : start + size] for start in range(0, len(ids), size)]
+        return found
+
+    def own(self, cut: list[list[Any]]) -> list[list[Any]]:
+        """Return the microbatches of this rank, out of all of a step."""
+        begin, end = self.share.of(len(cut))
+        return cut[begin:end]
+
+    def own_numbers(self, first: int) -> range:
+        """Return the numbers of this rank in the step whose first number is `first`."""
+        begin, end = self.share.of(min(self.step, max(self.total - first, 0)))
+        return range(first + begin, first + end)
+
+    def next_own(self, number: int) -> int:
+        """Return the first number of this rank from `number` on; `total` at the end."""
+        for first in range(number - number % self.step, self.total, self.step):
+            own = self.own_numbers(first)
+            if number < own.stop:
+                return max(number, own.start)
+        return self.total
+
+
+class SeededIds(list[Any]):
+    """Sample indices of a microbatch; iteration seeds the global random states for each sample.
+
+    A dataset that draws from them gets numbers that depend only on `key` and the index, in any
+    worker and in any microbatch. At the end the states are seeded for the collate function. They
+    are seeded as well when a worker receives the indices, since a dataset with `__getitems__` may
+    not iterate over them.
+    """
+
+    def __init__(self, ids: list[Any], key: int) -> None:
+        super().__init__(ids)
+        self.key = key
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            seed_draws(derive(self.key, _number_of(each)))
+            yield each
+        self.seed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the default would iterate, and seed the random states of the process that sends the list
+        return type(self)._made, (self.plain(), self.key)
+
+    @classmethod
+    def _made(cls, ids: list[Any], key: int) -> Self:
+        made = cls(ids, key)
+        made.seed()
+        return made
+
+    def seed(self) -> None:
+        """Seed the random states for the whole microbatch."""
+        first = _number_of(self.plain()[0]) if len(self) else 0
+        seed_draws(derive(self.key, first, OF_BATCH))
+
+    def plain(self) -> list[Any]:
+        return [*super().__iter__()]
+
+
+def _number_of(index: Any) -> int:
+    try:
+        return int(index)
+    except (TypeError, ValueError):  # a sampler may give names or tuples
+        return zlib.crc32(repr(index).encode())
+
+
+def without_nesting(dataset: Any) -> Any:
+    """Return a `Subset` of a `Subset` as one, which draws for each sample by itself.
+
+    `__getitems__` of an outer one reads all indices before the first sample.
+    """
+    while type(dataset) is Subset and type(dataset.dataset) is Subset:
+        inner = dataset.dataset
+        dataset = Subset(inner.dataset, [inner.indices[each] for each in dataset.indices])
+    return dataset
+
+
+def make_deal(
+    source: Iterated, size: int | None, num_batches: int, share: Share, seed: int
+) -> Deal:
+    """Return the division of steps of `num_batches` batches into microbatches of `size` samples.
+
+    Without a size, each batch has as many equal parts as `share` has pieces. Raises SpecError if a
+    rank would have no microbatch.
+    """
+    loader = source.loader
+    if share.size > 1:
+        _check_undivided(loader)
+    largest = getattr(loader.batch_sampler, "batch_size", None)
+    if size is None:
+        parts = share.num_pieces
+    elif isinstance(largest, int):
+        parts = -(-largest // (size * share.size)) * share.size
+    else:
+        raise SpecError(
+            f"train.microbatch is {size}, but the batch sampler of the DataLoader, a "
+            f"{type(loader.batch_sampler).__name__}, has no batch_size",
+            hint="leave train.microbatch out, or give the batch sampler the attribute batch_size, "
+            "the number of samples of its largest batch",
+        )
+    if isinstance(largest, int) and num_batches == 1:
+        check_pieces([largest], size, share.size)
+    return Deal(seed, share, parts, size, num_batches, source.num_batches * parts)
+
+
+def _check_undivided(loader: Any) -> None:
+    """Raise SpecError for a loader whose sampler divides the samples among ranks itself."""
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    for sampler in (loader.batch_sampler, *samplers):
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise SpecError(
+                f"the {type(sampler).__name__} of the DataLoader divides the samples among ranks, "
+                "and so does the run",
+                hint="leave it out: DataLoader(dataset, batch_size=the batch of all ranks, "
+                "shuffle=True)",
+            )
+
+
+def check_equal_passes(source: Iterated, deal: Deal) -> None:
+    """Raise SpecError if ranks could compute different numbers of forward passes in a step.
+
+    With synchronized BatchNorm a rank with more passes would wait for the others.
+    """
+    batches = source.loader.batch_sampler
+    size = getattr(batches, "batch_size", 0)
+    is_full = getattr(batches, "drop_last", False) or len(source.loader.dataset) % (size or 1) == 0
+    cut = deal.cut([[0] * size] * deal.batches) if isinstance(size, int) else []
+    if not (
+        cut
+        and is_full
+        and len(cut) % deal.share.size == 0
+        and source.num_batches % deal.batches == 0
+    ):
+        raise SpecError(
+            'train.batchnorm is "sync", and the batches of the DataLoader do not give each of '
+            f"{deal.share.size} ranks the same number of microbatches",
+            hint="set drop_last=True in the DataLoader, and a batch_size that is a multiple of "
+            "the number of ranks",
+        )
