@@ -329,6 +329,29 @@ def test_nested_subsets_draw_by_sample(tmp_path: Path) -> None:
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_augment_draws_by_sample(tmp_path: Path) -> None:
+    class Augmenting(Task):
+        def augment(self, batch: Any, keys: Any) -> Any:
+            values, labels = batch
+            assert len(keys.ids) == len(values)
+            return values + keys.uniform(1)[:, 0] / 8, labels
+
+    found = []
+    for name, how in (
+        ("whole", {"data": {"draws": "sample"}}),
+        ("parts", {"train": {"microbatch": 3}}),
+    ):
+        task = Augmenting(DataLoader(NUMBERS, BATCH, shuffle=True))
+        spec = RunSpec(
+            **{"train": {"length": "2 epochs"} | how.pop("train", {}), **how},
+            observe={"tensorboard": False},
+        )
+        with Run(spec, task, folder=tmp_path / name, quiet=True) as run:
+            assert all(report.loss is not None for report in run.steps())
+        found.append([each for one in task.seen for each in one])
+    assert found[0] == found[1]
+
+
 def test_a_changed_order_stops_a_resumed_run(tmp_path: Path) -> None:
     def make(seed: int) -> Any:
         class Seeded(ByEpoch):

@@ -14,7 +14,7 @@ from surefoot.components.data.feed import Feed, to_device
 from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.loader.batches import LoaderNotice
-from surefoot.components.data.loader.jobs import look
+from surefoot.components.data.loader.jobs import look, sample_ids
 from surefoot.components.data.order import Keys
 from surefoot.components.observe.meter import Summary, make_step_record
 from surefoot.components.precision.policy import PLAIN, Policy
@@ -90,7 +90,8 @@ class Assembly:
         batch = to_device(found.whole, self.engine.device)
         if augment is None:
             return batch
-        return augment(batch, Keys(seed, epoch, found.readable_ids(ids), self.engine.device))
+        numbers = sample_ids(source, found.readable_ids(ids))
+        return augment(batch, Keys(seed, epoch, numbers, self.engine.device))
 
     def reading(self, tell: Callable[[LoaderNotice], None]) -> Reading:
         """Return a function that reads the batches of an evaluation with the loader settings.

@@ -90,7 +90,7 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         check_ramp(spec, source)
     if isinstance(source, Iterated):
         source, batch = _divide_batches(spec, source, share)
-        microbatch = 1
+        microbatch = 1 if batch > 1 or microbatch == 1 else None
     else:
         check_divides(batch, microbatch, is_given="batch" in train.model_fields_set)
         if share.size > 1:
@@ -215,7 +215,7 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
     if spec.data.last_batch == "drop" and isinstance(source, Iterated) and is_single:
         found.append(
             'data.last_batch = "drop" has no effect: the source decides its last batch: '
-            f"{source.describe()}; set drop_last=True in the DataLoader"
+            f"{source.describe()}; a DataLoader leaves it out with drop_last=True"
         )
     if evaluated is not None and evaluated.guarantee != "proven" and spec.evaluate.batch:
         found.append(

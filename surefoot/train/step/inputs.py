@@ -9,7 +9,7 @@ import torch
 
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.batches import Peek, StepBatches, make_copier
-from surefoot.components.data.loader.jobs import Reader
+from surefoot.components.data.loader.jobs import Reader, sample_ids
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.iterated import Iterated
@@ -103,7 +103,10 @@ class InputReader:
         self._clock.switch(DATA)
         if self._augments and self._task.augment is not None:
             epoch = taken.window.epoch
-            draws = [Keys(self._seed, epoch, ids, self._device) for ids in taken.ids]
+            draws = [
+                Keys(self._seed, epoch, sample_ids(self.feed.source, ids), self._device)
+                for ids in taken.ids
+            ]
             batches = [
                 self._task.augment(batch, keys) for batch, keys in zip(batches, draws, strict=True)
             ]

@@ -57,6 +57,7 @@ class DealtLoader(Iterated):
         self._cut: list[list[Any]] = []  # samples of its microbatches
         self._own: dict[int, list[Any]] = {}  # those of this rank, by number
         self._rows: list[BatchRead] = []  # its batches, for the ledger
+        self._read_ids: dict[int, list[Any]] = {}  # samples by number, as they were read last
 
     def __len__(self) -> int:
         return self._deal.total
@@ -78,6 +79,15 @@ class DealtLoader(Iterated):
     def batches_of(self, numbers: list[int]) -> list[int]:
         return list(dict.fromkeys(number // self._deal.parts for number in numbers))
 
+    def inner_ids(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the indices of the samples in microbatches that were read in this step.
+
+        If they are not integers, return `numbers`.
+        """
+        drawn = [each for number in numbers.tolist() for each in self._read_ids.get(number, [])]
+        found = as_ids(drawn)
+        return np.asarray(found, dtype=np.int64) if found else numbers
+
     def count_samples(self, epoch: int, number: int, batch: Batch) -> int | None:
         return self._sizes.get((epoch, number))
 
@@ -96,8 +106,10 @@ class DealtLoader(Iterated):
             cut = [
                 self._cut[each - first] for each in ids.tolist() if each - first < len(self._cut)
             ]
+            self._read_ids |= dict(zip(ids.tolist(), cut, strict=False))
             return self._fetch_here(number, [each for part in cut for each in part], streams)
         self._first = None
+        self._read_ids[number] = self._own.get(number, [])
         batch = self._draw() if number in self._own else None
         self._next = self._deal.next_own(number + 1)
         if self._next >= len(self) and not self.is_cut:
@@ -128,7 +140,7 @@ class DealtLoader(Iterated):
         self._own = dict(zip(self._deal.own_numbers(self._group), own, strict=False))
         known = {self._group + place: part for place, part in enumerate(self._cut)} | self._own
         self._sizes = {(self._pass.epoch, number): len(part) for number, part in known.items()}
-        self._rows = []
+        self._rows, self._read_ids = [], {}
         for ids in drawn:
             row = BatchRead(self._pass.epoch, self._pass.seen.count, as_ids(ids))
             self._pass.seen.add(None, ids, spots=False)

@@ -59,9 +59,8 @@ class Reader:
             read = read_sound(source, ids) if self.skips else ReadResult(source.read(ids.copy()))
             if self.augment is None or read.batch is None:
                 return read
-            return ReadResult(
-                self.augment(read.batch, Keys(self.seed, epoch, read.readable_ids(ids))), read.bad
-            )
+            keys = Keys(self.seed, epoch, sample_ids(self.source, read.readable_ids(ids)))
+            return ReadResult(self.augment(read.batch, keys), read.bad)
 
     def explain(self, epoch: int, ids: np.ndarray) -> dict[str, float]:
         """Measure the seconds that each part of reading these samples takes.
@@ -96,6 +95,15 @@ class Reader:
             if seeds
             else nullcontext()
         )
+
+
+def sample_ids(source: Source, ids: np.ndarray) -> np.ndarray:
+    """Return the numbers on which the draws of `augment` depend, for samples that were read.
+
+    They are `ids`, but for a source whose samples are microbatches those of the samples in them.
+    """
+    inner = getattr(source, "inner_ids", None)
+    return ids if inner is None else inner(ids)
 
 
 def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
