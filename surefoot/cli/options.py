@@ -427,10 +427,10 @@ def _check_ranks(spec: RunSpec, number: int) -> None:
     if table.virtual_ranks is not None:
         pieces.check_virtual(table.virtual_ranks, number)
     # a batch of a DataLoader is known to the ranks only, which check it again
-    is_known = train.microbatch != 1 or "batch" not in train.model_fields_set
+    is_known = "batch" in train.model_fields_set and train.microbatch != 1
     if number > 1 and is_known:
         pieces.check_pieces(batches, train.microbatch, number)
-    if number > 1 and train.batchnorm == "sync" and "batch" in train.model_fields_set:
+    if number > 1 and is_known and train.batchnorm == "sync":
         pieces.check_equal_passes(batches, train.microbatch, number, has_ramp=bool(train.ramp))
 
 

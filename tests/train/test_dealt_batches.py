@@ -20,10 +20,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from surefoot import Loss, Run, RunSpec
 from surefoot.components.data.feed import Share
-from surefoot.components.data.loader.division import Deal, SeededIds
+from surefoot.components.data.loader.dealt import DealtLoader
+from surefoot.components.data.loader.division import Deal, SeededIds, make_deal
+from surefoot.components.data.loader.streams import streams_of_epoch
 from surefoot.components.data.sources.arrays import Arrays
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import loop_ledger
-from surefoot.core.errors import OtherDataError, SpecError, SurefootError, TaskError
+from surefoot.core.errors import OtherDataError, SpecError, SurefootError
 from tests.train.test_loader_resume import BATCH, LOADERS, NUMBERS, SAMPLES, Augmented, ByEpoch
 
 EPOCHS = 3
@@ -206,76 +209,6 @@ def test_any_dataset_with_samples_by_index_is_divided(
     torch.testing.assert_close(others, weights, rtol=1e-6, atol=1e-7)
 
 
-def texts(samples: list[Any]) -> Tensor:
-    """Pads to the longest, at the end."""
-    rows = [torch.full((1 + number % 5,), value + 1) for value, number in samples]
-    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def masked(samples: list[Any]) -> Tensor:
-    """Draws which values are masked."""
-    found = torch.tensor([value for value, _ in samples])
-    return torch.where(torch.rand(len(found)) < 0.3, -1.0, found)
-
-
-def centered(samples: list[Any]) -> Tensor:
-    found = torch.tensor([value for value, _ in samples])
-    return found - found.mean()
-
-
-def packed(samples: list[Any]) -> Tensor:
-    """Rows of two values, of whatever sample."""
-    return torch.cat([torch.full((1 + number % 3,), value) for value, number in samples])[:6]
-
-
-@pytest.mark.parametrize(
-    ("collate", "is_named"),
-    [
-        (None, False),
-        (texts, False),
-        (lambda samples: texts(samples).flip(1), False),
-        (masked, False),
-        (lambda samples: [torch.tensor([value]) for value, _ in samples], False),
-        (centered, True),
-        (packed, True),
-    ],
-    ids=["default", "padded", "padded left", "random", "list", "centered", "packed"],
-)
-def test_a_collate_function_that_depends_on_the_other_samples_is_named(
-    collate: Any, is_named: bool, tmp_path: Path
-) -> None:
-    class Summed(Task):
-        def forward(self, model: nn.Module, batch: Any) -> Tensor:
-            batch = batch[0] if collate is None else batch
-            rows = [each.float().sum().reshape(1, 1) / 100 for each in batch]
-            return model(torch.cat(rows))  # type: ignore[no-any-return]
-
-    loader = DataLoader(NUMBERS, BATCH, shuffle=True, collate_fn=collate)
-    spec = RunSpec(train={"length": "1 steps", "microbatch": 2}, observe={"tensorboard": False})
-    with Run(spec, Summed(loader), folder=tmp_path / "run", quiet=True) as run:
-        told = [each for each in run.assembly.warnings if "the collate function" in each]
-    assert bool(told) is is_named
-
-
-@pytest.mark.parametrize(("num_samples", "drop_last"), [(9, False), (9, True), (10, False)])
-def test_a_norm_that_needs_several_samples_is_refused_a_microbatch_of_one(
-    num_samples: int, drop_last: bool, tmp_path: Path
-) -> None:
-    class Normed(Task):
-        def model(self) -> nn.Module:
-            return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-    loader = DataLoader(NUMBERS[:num_samples], BATCH, drop_last=drop_last)
-    spec = RunSpec(train={"length": "1 steps", "microbatch": 2}, observe={"tensorboard": False})
-    run = Run(spec, Normed(loader), folder=tmp_path / "run", quiet=True)
-    if num_samples == 9 and not drop_last:
-        with pytest.raises(TaskError, match="a microbatch of the DataLoader has one sample"), run:
-            pass
-        return
-    with run:
-        assert len(list(run.steps())) == 1
-
-
 class TooLarge(ByEpoch):
     """Batches with more samples than it says."""
 
@@ -350,6 +283,37 @@ def test_augment_draws_by_sample(tmp_path: Path) -> None:
             assert all(report.loss is not None for report in run.steps())
         found.append([each for one in task.seen for each in one])
     assert found[0] == found[1]
+
+
+def test_a_step_at_the_end_of_a_shortened_epoch_has_its_own_batches(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Iterated(DataLoader(NUMBERS, BATCH), num_batches=3)
+
+    how: dict[str, Any] = {"train": {"batch": 2, "microbatch": 1}}
+    whole, weights = train(tmp_path / "whole", make(), **how)
+    parts, others = train(tmp_path / "parts", make(), layout={"virtual_ranks": 2}, **how)
+    assert joined(parts, [len(batch) for batch in whole]) == whole
+    torch.testing.assert_close(others, weights, rtol=1e-6, atol=1e-7)
+
+
+def test_a_microbatch_that_failed_is_read_again_with_those_before_it() -> None:
+    class Failing(Many):
+        fails = True
+
+        def __getitems__(self, indices: list[int]) -> Any:
+            if self.fails and 5 in indices:
+                raise OSError("once")
+            return super().__getitems__(indices)
+
+    dataset = Failing()
+    source = Iterated(DataLoader(dataset, 6))
+    dealt = DealtLoader(source, make_deal(source, 2, 1, Share(), 0))
+    reading = dealt.at(0, streams_of_epoch(0, 0))
+    assert [reading.read(np.array([n]))[1].tolist() for n in (0, 1)] == [[0, 1], [2, 3]]
+    with pytest.raises(OSError, match="once"):
+        reading.read(np.array([2]))
+    dataset.fails = False
+    assert [reading.read(np.array([n]))[1].tolist() for n in (2, 3)] == [[4, 5], [6, 7]]
 
 
 def test_a_changed_order_stops_a_resumed_run(tmp_path: Path) -> None:

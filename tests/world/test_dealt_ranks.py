@@ -12,14 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler
 
 from surefoot import Loss, Run, RunSpec, all_gather
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import SurefootError
 from tests.train.small import faults_of
 from tests.train.test_dealt_batches import Task, train
-from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented
+from tests.train.test_dealt_checks import Normed
+from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented, ByEpoch
 from tests.world.ranks import run_ranks
 
 SAMPLE: dict[str, Any] = {"data": {"draws": "sample"}}
@@ -120,6 +122,38 @@ class Compared(Task):
     def loss(self, output: Tensor, batch: Any) -> Loss:
         every = all_gather(output)
         return Loss.sum((every - every.T).square().sum() / len(every), len(output), additive=False)
+
+
+def test_ranks_share_the_last_step_of_a_shortened_epoch(tmp_path: Path) -> None:
+    def make() -> Any:
+        return Iterated(DataLoader(NUMBERS, 4), num_batches=3)
+
+    how: dict[str, Any] = {"train": {"batch": 2, "microbatch": 1}, **SAMPLE}
+    ((total, weights),) = on_ranks(1, tmp_path / "one", make, **how)
+    found = on_ranks(2, tmp_path / "two", make, **how)
+    assert sum(each[0] for each in found) == total == 3 * 12
+    for _, mine in found:
+        assert_close(mine, weights)
+
+
+def test_passes_that_ranks_may_not_share_equally_are_refused(tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        loaders = (
+            DataLoader(NUMBERS[:16], 4, sampler=SubsetRandomSampler(range(10))),
+            DataLoader(NUMBERS, batch_sampler=ByEpoch()),
+        )
+        told = []
+        for number, loader in enumerate(loaders):
+            spec = RunSpec(train={"length": "1 steps", "batchnorm": "sync"})
+            try:
+                with Run(spec, Normed(loader), folder=tmp_path / str(number), quiet=True):
+                    pass
+            except SurefootError as error:
+                told.append(error.message)
+        return told
+
+    for found in run_ranks(2, job, tmp_path / "ranks"):
+        assert ["the same number of microbatches" in each for each in found] == [True, True]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

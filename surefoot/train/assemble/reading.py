@@ -142,14 +142,14 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
     if source.draws_by_sample:  # it is divided already
         return source, source.step_size
     why = _why_divided(spec, size, share)
-    if why is not None and spec.data.draws == "batch":
+    is_needless = share.size == 1 and size in (None, 1) and spec.data.draws != "sample"
+    if why is None or (source.loader is None and is_needless):
+        return source, num_batches
+    if spec.data.draws == "batch":
         raise SpecError(
             f'data.draws is "batch", but {why}',
             hint='leave data.draws out, or set it to "sample"',
         )
-    has_no_effect = train.microbatch == 1 or (why or "").startswith("layout.virtual")
-    if why is None or (source.loader is None and share.size == 1 and has_no_effect):
-        return source, num_batches
     from surefoot.components.data.loader import dealt, division
 
     if source.loader is None:
@@ -237,7 +237,10 @@ def describe_short_batch(spec: RunSpec, feed: Feed) -> list[str]:
     largest, n = max([feed.batch, *(batch for _, batch in feed.ramp)]), feed.order.n
     if largest <= n:
         return []
-    unit = "batches" if isinstance(feed.source, Iterated) else "samples"
+    unit = "samples"
+    if isinstance(feed.source, Iterated):
+        unit, n = "batches", feed.source.num_batches
+        largest = len(feed.source.batches_of(list(range(largest))))
     whole = f"a step trains on all {n:,}, which is one epoch"
     is_default = "" if "batch" in spec.train.model_fields_set else " (the default)"
     return [

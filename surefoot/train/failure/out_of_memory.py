@@ -87,7 +87,7 @@ class WithinMemory:
         if phase not in (FORWARD, BACKWARD):
             return "this phase of the step needs as much memory with a smaller microbatch"
         if isinstance(self._assembly.feed.source, Iterated):
-            return "the source decides the size of its batches"
+            return "the data give whole batches, or their parts of train.microbatch samples"
         if self._assembly.feed.microbatch == 1:
             return "the microbatch is one sample already"
         if self._assembly.task.state is not None:

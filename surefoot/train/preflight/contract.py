@@ -399,7 +399,9 @@ def _check_sums(
         others = assembly.feed.window(0).ids[1:2] if isinstance(source, Iterated) else later
         parts = [ids[: len(ids) // 2], ids[len(ids) // 2 :]] if len(ids) > 1 else [ids, others]
         try:
-            batch, halves = read(np.concatenate(parts)), [read(part) for part in parts]
+            found = [read(part) for part in parts]
+            if all(each is not None for each in found):  # a small batch may have one microbatch
+                batch, halves = read(np.concatenate(parts)), found
         except Exception:  # noqa: BLE001 - such a batch is never asked for again
             halves = None
         with suppress(Exception):  # tensors that cannot be compared
@@ -433,9 +435,12 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     num_ranks = ranks.group.size
     if isinstance(feed.source, Iterated):
         source: Any = feed.source
-        if short := [size for size in source.batch_sizes() if source.count_cut(size) != num_ranks]:
+        sizes = source.batch_sizes()
+        short = [size for size in sizes if source.count_cut(size) != num_ranks]
+        if short or not sizes:
+            which = f"a batch of {short[0]}" if short else "a batch of unknown size"
             raise SpecError(
-                f"the loss of update {name} calls surefoot.all_gather, and a batch of {short[0]} "
+                f"the loss of update {name} calls surefoot.all_gather, and {which} "
                 f"of the DataLoader cannot be divided among {num_ranks} ranks",
                 hint="set drop_last=True in the DataLoader, and a batch_size that is a multiple of "
                 "the ranks",

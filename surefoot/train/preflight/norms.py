@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ def check(assembly: Assembly) -> list[str]:
     parts = feed.microbatches(window)
     if len(parts) < 2 or not norms or not reads_by_index(feed.source):
         return []
+    if isinstance(feed.source, Iterated):
+        parts = parts[: _count_parts(feed.source)]
     parts = parts[:MAX_MICROBATCHES]
 
     def read(ids: np.ndarray) -> Batch:
@@ -67,6 +70,11 @@ def check(assembly: Assembly) -> list[str]:
             f"batch of {size:,}, {moved}; {cure}"
         )
     ]
+
+
+def _count_parts(source: Any) -> int:
+    """Return the number of microbatches of the first step, which has been read."""
+    return int(source.count_step()[1])
 
 
 def _count(feed: Feed, ids: np.ndarray) -> int:

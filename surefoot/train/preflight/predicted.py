@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from surefoot.components.data.feed import Share
 from surefoot.components.data.lengths import with_largest_batch
+from surefoot.components.data.loader.jobs import sample_ids
 from surefoot.components.data.order import Keys
 from surefoot.components.memory.blocks import find_blocks
 from surefoot.components.memory.trace import (
@@ -192,8 +193,9 @@ def _read(spec: RunSpec, task: ResolvedTask, source: Source, num_ranks: int) -> 
     return [
         batch
         if task.augment is None
-        else task.augment(batch, Keys(spec.train.seed, window.epoch, ids))
+        else task.augment(batch, Keys(spec.train.seed, window.epoch, sample_ids(feed.source, ids)))
         for batch, ids in read
+        if batch is not None
     ]
 
 

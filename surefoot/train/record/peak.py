@@ -85,8 +85,7 @@ class PeakCheck:
 
         assembly = self._assembly
         try:
-            source = assembly.feed.source
-            if isinstance(source, Iterated) and not source.draws_by_sample:
+            if isinstance(assembly.feed.source, Iterated):
                 raise InputError(
                     "the source returns each batch once, and the prediction would "
                     "consume the first batch"
@@ -99,7 +98,7 @@ class PeakCheck:
                 return predict(
                     assembly.spec,
                     assembly.task,
-                    source=source,
+                    source=assembly.feed.source,
                     num_ranks=assembly.feed.share.size,
                 )
         except InputError as error:

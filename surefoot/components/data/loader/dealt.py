@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.components.data.loader.division import Deal, SeededIds, without_nesting
+from surefoot.components.data.loader.division import Deal, SeededIds, find_sizes, without_nesting
 from surefoot.components.data.loader.streams import streams_of
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
@@ -72,6 +72,11 @@ class DealtLoader(Iterated):
         """Number of microbatches of a step, of all ranks."""
         return self._deal.step
 
+    @property
+    def has_microbatch(self) -> bool:
+        """True if `train.microbatch` divides the batches or accumulates them."""
+        return self._deal.size is not None or self._deal.batches > 1
+
     def count_step(self) -> tuple[int, int]:
         """Return the index of this rank's first microbatch in the step, and their number."""
         return self._deal.share.of(len(self._cut))[0], len(self._cut)
@@ -99,6 +104,8 @@ class DealtLoader(Iterated):
             self._advance_to(epoch, first, streams)
         if first != self._group:
             self._draw_step()
+        while not keep and self._next < number:  # of a step that is read again
+            self._take(self._next)
         for row in self._rows:
             self.on_read(row)
         if keep:
@@ -107,13 +114,20 @@ class DealtLoader(Iterated):
                 self._cut[each - first] for each in ids.tolist() if each - first < len(self._cut)
             ]
             self._read_ids |= dict(zip(ids.tolist(), cut, strict=False))
+            if not cut:
+                return None
             return self._fetch_here(number, [each for part in cut for each in part], streams)
         self._first = None
+        batch = self._take(number)
+        if self._next >= len(self) and not self.is_cut:
+            self._finish()
+        return batch
+
+    def _take(self, number: int) -> Batch:
+        """Return the next microbatch of this rank; None if the step has no such microbatch."""
         self._read_ids[number] = self._own.get(number, [])
         batch = self._draw() if number in self._own else None
         self._next = self._deal.next_own(number + 1)
-        if self._next >= len(self) and not self.is_cut:
-            self._finish()
         return batch
 
     def _advance_to(self, epoch: int, number: int, streams: Streams) -> None:
@@ -151,7 +165,11 @@ class DealtLoader(Iterated):
         assert self._pass is not None
         if not self._loader.num_workers:
             SeededIds(self._own[self._next], self._sampler.key).seed()
-        batch = next(self._iterator, NOTHING)
+        try:
+            batch = next(self._iterator, NOTHING)
+        except BaseException:
+            self._iterator = None  # the step is read again
+            raise
         if batch is NOTHING:
             self._iterator = None
             raise self._ended_early(self._pass.seen.count)
@@ -180,15 +198,7 @@ class DealtLoader(Iterated):
 
         The result is empty if the batch sampler does not say them.
         """
-        batches = self._loader.batch_sampler
-        size = getattr(batches, "batch_size", None)
-        if not isinstance(size, int):
-            return []
-        try:
-            last = len(batches.sampler) % size
-        except (AttributeError, TypeError):
-            last = 0
-        return [size] if not last or getattr(batches, "drop_last", False) else [size, last]
+        return find_sizes(self._loader)
 
     def count_cut(self, size: int) -> int:
         """Return the number of microbatches of a batch of `size` samples."""
@@ -309,7 +319,10 @@ class _Steps(Iterator[SeededIds]):
 
     def draw(self) -> bool:
         """Draw the batches of one step; return False at the end of the epoch."""
-        batches = list(itertools.islice(self._batches, self._deal.batches))
+        left = (self._deal.total - self._first) // self._deal.parts
+        # beyond the end of the epoch, batches are drawn to be reported
+        wanted = min(self._deal.batches, left) if left > 0 else self._deal.batches
+        batches = list(itertools.islice(self._batches, wanted))
         if not batches:
             return False
         self.drawn.append(batches)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
-from torch.utils.data import DistributedSampler, Subset
+from torch.utils.data import BatchSampler, DistributedSampler, Subset
 
 from surefoot.components.data.feed import Share
 from surefoot.components.data.loader.streams import seed_draws
@@ -177,20 +177,31 @@ def _check_undivided(loader: Any) -> None:
             )
 
 
+def find_sizes(loader: Any) -> list[int]:
+    """Return the usual number of samples of a batch, and that of a short last one.
+
+    The result is empty for a batch sampler that is not torch's, whose batches may have any size.
+    """
+    batches = loader.batch_sampler
+    if type(batches) is not BatchSampler:
+        return []
+    try:
+        last = 0 if batches.drop_last else len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]
+    except TypeError:
+        return []
+    return [batches.batch_size, last] if last else [batches.batch_size]
+
+
 def check_equal_passes(source: Iterated, deal: Deal) -> None:
     """Raise SpecError if ranks could compute different numbers of forward passes in a step.
 
     With synchronized BatchNorm a rank with more passes would wait for the others.
     """
-    batches = source.loader.batch_sampler
-    size = getattr(batches, "batch_size", 0)
-    is_full = getattr(batches, "drop_last", False) or len(source.loader.dataset) % (size or 1) == 0
-    cut = deal.cut([[0] * size] * deal.batches) if isinstance(size, int) else []
-    if not (
-        cut
-        and is_full
-        and len(cut) % deal.share.size == 0
-        and source.num_batches % deal.batches == 0
+    sizes = find_sizes(source.loader)
+    if (
+        len(sizes) != 1
+        or len(deal.cut([[0] * sizes[0]] * deal.batches)) % deal.share.size
+        or source.num_batches % deal.batches
     ):
         raise SpecError(
             'train.batchnorm is "sync", and the batches of the DataLoader do not give each of '
