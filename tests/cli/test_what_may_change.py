@@ -66,6 +66,7 @@ EDITS = {
     "task.width": (9, "fork"),
     "data.shuffle": (False, "fork"),
     "data.last_batch": ("drop", "fork"),
+    "data.draws": ("sample", "fork"),
     "data.on_bad": ("skip", "fork"),
     "data.window": (2, "fork"),
     "data.max_bad": (0.5, "fork"),
