@@ -15,47 +15,29 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from surefoot import Loss, Run, RunSpec
+from surefoot import Run, RunSpec
 from surefoot.components.data.feed import Share
 from surefoot.components.data.loader.dealt import DealtLoader
 from surefoot.components.data.loader.division import Deal, SeededIds, make_deal
 from surefoot.components.data.loader.streams import streams_of_epoch
-from surefoot.components.data.sources.arrays import Arrays
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import OtherDataError, SpecError, SurefootError
-from tests.train.test_loader_resume import BATCH, LOADERS, NUMBERS, SAMPLES, Augmented, ByEpoch
+from tests.train.test_loader_resume import (
+    BATCH,
+    LOADERS,
+    NUMBERS,
+    SAMPLES,
+    Augmented,
+    ByEpoch,
+    Left,
+    Task,
+)
 
 EPOCHS = 3
-
-
-class Left(Exception):
-    """What ends a run in the middle, as a kill would."""
-
-
-class Task:
-    """Remembers the samples of each forward pass, with their values."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader, self.seen = loader, list[list[float]]()
-
-    def model(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def data(self, split: str) -> Any:
-        return self.loader if split == "train" else Arrays(torch.zeros(4))
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        values = batch[0] if isinstance(batch, list | tuple) else batch
-        if model.training:
-            self.seen.append([round(float(value), 5) for value in values.flatten()])
-        return model(values.float().reshape(-1, 1) / 100)  # type: ignore[no-any-return]
-
-    def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum((output - 1).square().sum(), count=len(output))
 
 
 def train(

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from surefoot import Run, RunSpec
 from surefoot.core.errors import TaskError
-from tests.train.test_dealt_batches import Task
-from tests.train.test_loader_resume import BATCH, NUMBERS
+from tests.train.test_loader_resume import BATCH, NUMBERS, Task
 
 
 class Normed(Task):

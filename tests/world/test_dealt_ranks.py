@@ -19,9 +19,9 @@ from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import SurefootError
 from tests.train.small import faults_of
-from tests.train.test_dealt_batches import Task, train
+from tests.train.test_dealt_batches import train
 from tests.train.test_dealt_checks import Normed
-from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented, ByEpoch
+from tests.train.test_loader_resume import LOADERS, NUMBERS, Augmented, ByEpoch, Task
 from tests.world.ranks import run_ranks
 
 SAMPLE: dict[str, Any] = {"data": {"draws": "sample"}}
