@@ -39,7 +39,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         schedule: timescale milestones floor factor start_factor final_factor power cycle_factor
         schedule: peak shape sequence cycle_momentum momentum_low momentum_high mode patience
         schedule: threshold
-        train: length batch microbatch ramp batchnorm seed memory_format attention
+        train: length batch accumulate microbatch ramp batchnorm seed memory_format attention
         stability: nonfinite
         observe: noise
     """),
@@ -120,7 +120,7 @@ LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "ladder": (("checkpoint.store",), "it compares runs and copies none of their checkpoints"),
     "whatif batch": (
-        ("train.batch", "train.microbatch", "train.ramp", *_UNRECORDED),
+        ("train.batch", "train.accumulate", "train.microbatch", "train.ramp", *_UNRECORDED),
         "it measures the given batches",
     ),
     "whatif compile": (

@@ -422,16 +422,17 @@ def _check_ranks(spec: RunSpec, number: int) -> None:
     from surefoot.core.ranks import layout, pieces
 
     table, train = spec.layout, spec.train
-    batches = (train.batch, *(batch for _, batch in train.ramp))
+    batches = (train.step_batch, *(batch for _, batch in train.ramp))
+    size = train.pass_size(table.virtual_ranks or number)
     layout.fit(number, table.replicate, table.shard, table.zero_stage)
     if table.virtual_ranks is not None:
         pieces.check_virtual(table.virtual_ranks, number)
     # a batch of a DataLoader is known to the ranks only, which check it again
     is_known = "batch" in train.model_fields_set and train.microbatch != 1
     if number > 1 and is_known:
-        pieces.check_pieces(batches, train.microbatch, number)
+        pieces.check_pieces(batches, size, number)
     if number > 1 and is_known and train.batchnorm == "sync":
-        pieces.check_equal_passes(batches, train.microbatch, number, has_ramp=bool(train.ramp))
+        pieces.check_equal_passes(batches, size, number, has_ramp=bool(train.ramp))
 
 
 def find_judge(stall_s: float) -> Judge:

@@ -35,6 +35,7 @@ OnRanks = Literal["replicated", "per_rank"]
 SHOULD_HAVE = ("model", "data", "forward", "loss")
 MAY_HAVE = (
     "augment",
+    "collate",
     "counts",
     "metrics",
     "blocks",
@@ -200,6 +201,7 @@ class ResolvedTask:
     importable: str | None
     unit: str
     augment: Callable[[Batch, Any], Batch] | None
+    collate: Callable[[list[Any]], Batch] | None
     counts: Callable[[Batch], Mapping[str, int] | int] | None
     metrics: Callable[[Output, Batch], Mapping[str, Metric]] | None
     blocks: Callable[[Any], Sequence[Any]] | None
@@ -257,12 +259,11 @@ def resolve(task: Task, importable: str | None = None) -> ResolvedTask:
                 "value on each rank)"
             ),
         )
-    unit = getattr(task, "unit", "samples")
     return ResolvedTask(
         task=task,
         name=kind.lower(),
         importable=importable,
-        unit=unit,
+        unit=getattr(task, "unit", "samples"),
         state_on_ranks=words,
         **parts,
     )

@@ -5,6 +5,8 @@
     |   |-- SpecError               a wrong run specification: file, line, nearest valid name
     |   |-- TaskError               a task that is missing, lacks a method or violates the protocol
     |   |-- DataError               data that is missing, truncated or in a different format
+    |   |   |-- UnknownSplitError   a split of which the task has no data
+    |   |   |-- EndOfStream         the end of data without a length
     |   |   `-- OtherDataError      data of a resumed run that differs from the trained data
     |   |-- RunFolderError          a folder that is not a run, or the run of a different spec
     |   `-- MissingExtra            an optional package that is not installed
@@ -94,6 +96,14 @@ class TaskError(InputError):
 
 class DataError(InputError):
     """Data that is missing, truncated, or in a different format."""
+
+
+class UnknownSplitError(DataError):
+    """The task has no data of a split."""
+
+
+class EndOfStream(DataError):
+    """End of data without a length; an evaluation ends there."""
 
 
 class OtherDataError(DataError):

@@ -35,7 +35,7 @@ from surefoot.components.metrics import Better, Mean
 from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract.events import Evaluated
 from surefoot.contract.task import Batch, Loss, Metric, Output, ResolvedTask, Source, as_loss
-from surefoot.core.errors import SpecError, SurefootError, TaskError
+from surefoot.core.errors import EndOfStream, SpecError, SurefootError, TaskError
 from surefoot.runtime.attributes.rewritten import watch_weights
 from surefoot.runtime.comm.group import ALONE, Group
 from surefoot.train.environment import set_seeds
@@ -148,7 +148,8 @@ def evaluate(
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with preserve_state(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
-        found = (read or _count_batches)(source, size, device, share, key)
+        knows_end = not isinstance(source, Iterated) or source.has_length
+        found = ((knows_end and read) or _count_batches)(source, size, device, share, key)
         for inputs, known in seed_each(found, key, share):
             part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
@@ -295,7 +296,10 @@ def _count_batches(
     for number, start in enumerate(range(0, len(source), batch)):
         if number % share.size == share.rank:
             ids = np.arange(start, min(start + batch, len(source)), dtype=np.int64)
-            inputs = to_device(look(source, 0, ids, key), device)
+            try:
+                inputs = to_device(look(source, 0, ids, key), device)
+            except EndOfStream:
+                return
             yield (
                 inputs,
                 source.count_samples(0, start, inputs)

@@ -29,7 +29,13 @@ from surefoot.contract.manifest import FOLDER, STEP_FOLDER
 from surefoot.contract.run_folder import attached, files
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import ResolvedTask, Source, resolve
-from surefoot.core.errors import InputError, SpecError, StorageError, hint_unwritten
+from surefoot.core.errors import (
+    InputError,
+    SpecError,
+    StorageError,
+    UnknownSplitError,
+    hint_unwritten,
+)
 from surefoot.train.assemble import build_model, load_task, set_storage
 from surefoot.train.assemble.reading import read_split
 from surefoot.train.evaluate import (
@@ -329,11 +335,19 @@ def export_run(
             to.with_name(f"{DRAFT}{to.name}").unlink(missing_ok=True)
 
 
+def _read_any(task: ResolvedTask, split: str) -> Source:
+    """Return the data of `split`; without this split, the training data."""
+    try:
+        return read_split(task, split)
+    except UnknownSplitError:
+        return read_split(task, "train")
+
+
 def _export(
     run: Path, step: str, to: Path, kind: export.Format, data: str | None, use: str | None
 ) -> tuple[export.ExportResult, int]:
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
-    source, device = read_split(task, spec.evaluate.split), torch.device("cpu")
+    source, device = _read_any(task, spec.evaluate.split), torch.device("cpu")
     samples = [
         next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES
     ]

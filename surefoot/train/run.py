@@ -145,5 +145,6 @@ def drive(run: Run) -> None:
     for _ in run.steps():
         if run.evaluation_due:
             run.evaluate()
-    if run.step > run.last_evaluated and run.is_stopping != "interrupted":
+    is_due = run.evaluates and run.step > run.last_evaluated
+    if is_due and run.is_stopping != "interrupted":
         run.evaluate()

@@ -94,6 +94,7 @@ EDITS = {
     "train.ramp": (((0, 64), (999, 128)), "fork"),
     "train.batchnorm": ("group", "refused"),
     "train.batch": (256, "fork"),
+    "train.accumulate": (2, "fork"),
     "train.microbatch": (2, "fork"),
     "train.seed": (7, "fork"),
     "train.deterministic": (False, "fork"),

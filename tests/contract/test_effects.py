@@ -54,6 +54,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "precision.weights": ("fp32", "bf16"),
     "precision.compute": ("fp32", "tf32", "bf16", "fp16", "float8", "auto"),
     "memory.activation_checkpointing": ("none", "full"),
+    "evaluate.every": ("1 epoch", "never"),
     "layout.shard": (1, 2),
     "layout.zero_stage": (1, 2, 3),
     "layout.compress": ("none", "bf16", "powersgd"),

@@ -100,8 +100,8 @@ CHANGES = {
     ),
     "data knows no split": (
         "generator = ",
-        "{'train': 1}[split]; generator = ",
-        ["task mine has no split 'test'", "--split of evaluate and predict"],
+        "{'test': 1}[split]; generator = ",
+        ["task mine has no split 'train'", 'the training data from its data("train")'],
     ),
     "data has no file": (
         "generator = ",

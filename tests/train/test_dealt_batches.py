@@ -357,7 +357,7 @@ class Stream(IterableDataset[Any]):
         (
             DataLoader(NUMBERS, BATCH),
             {"train": {"microbatch": 2, "batch": 4}},
-            "train.batch is 4 and train.microbatch is 2, but the source gives whole batches",
+            "train.batch is 4, but the source gives whole batches",
             "leave train.batch out",
         ),
         (

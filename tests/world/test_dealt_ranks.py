@@ -102,12 +102,16 @@ def test_virtual_ranks_give_the_same_bits(tmp_path: Path) -> None:
         assert found[1] == one[1]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_ranks_share_the_batches_of_an_accumulated_step(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "accumulated"), [(2, {"accumulate": 4}), (3, {"batch": 4, "microbatch": 1})]
+)
+def test_ranks_share_the_batches_of_an_accumulated_step(
+    num_ranks: int, accumulated: dict[str, int], tmp_path: Path
+) -> None:
     def make() -> Any:
         return DataLoader(Augmented(), 3, shuffle=True)
 
-    how: dict[str, Any] = {"train": {"batch": 4, "microbatch": 1}, **SAMPLE}
+    how: dict[str, Any] = {"train": accumulated, **SAMPLE}
     ((total, weights),) = on_ranks(1, tmp_path / "one", make, **how)
     found = on_ranks(num_ranks, tmp_path / "ranks", make, **how)
     assert sum(each[0] for each in found) == total

@@ -183,7 +183,7 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
             f"{length} are drawn as {total:,} steps: their number is known only when the run trains"
         )
     else:
-        total = length.to_steps(steps_per_epoch, spec.train.batch, tokens_per_step)
+        total = length.to_steps(steps_per_epoch, spec.train.step_batch, tokens_per_step)
     in_epochs = "epochs" in _units(spec)
     if in_epochs:
         assumed.append(
@@ -191,7 +191,7 @@ def _scale(spec: RunSpec, steps_per_epoch: int) -> Scale:
             "--steps-per-epoch"
         )
     return Scale(
-        total, steps_per_epoch, spec.train.batch, tokens_per_step, tuple(assumed), in_epochs
+        total, steps_per_epoch, spec.train.step_batch, tokens_per_step, tuple(assumed), in_epochs
     )
 
 
@@ -215,17 +215,19 @@ def _durations(settings: ScheduleSettings) -> list[str]:
 def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
     """Return the number of steps between two evaluations, and the scale.
 
-    A plateau schedule depends on evaluations. If their interval is given in seconds, 20 evaluations
-    are assumed, and the returned scale lists this assumption.
+    A plateau schedule depends on evaluations. If there are none, or their interval is given in
+    seconds, 20 evaluations are assumed, and the returned scale lists this assumption.
     """
-    if Duration.parse(spec.evaluate.every).unit != "s":
-        return max(1, scale.to_steps(spec.evaluate.every)), scale
+    text = spec.evaluate.every
+    if text != "never" and Duration.parse(text).unit != "s":
+        return max(1, scale.to_steps(text)), scale
     every = max(1, scale.total_steps // 20)
     return every, replace(
         scale,
         assumed=(
             *scale.assumed,
-            f"evaluations are drawn {every:,} steps apart: their interval is a time",
+            f"evaluations are drawn {every:,} steps apart: "
+            + ("the spec has none" if text == "never" else "their interval is a time"),
         ),
     )
 

@@ -249,7 +249,7 @@ def _find_other_plan(plan: ledgers.Plan, started: Started) -> list[str]:
         spec = RunSpec.of_record(dict(started.spec))
     except SurefootError:
         return []  # reported by the check of the spec
-    stated = {"seed": spec.train.seed, "batch": spec.train.batch}
+    stated = {"seed": spec.train.seed, "batch": spec.train.step_batch}
     planned = {"seed": plan.seed, "batch": plan.batch}
     return [
         f"it has train.{key} = {planned[key]}, but the log has {stated[key]}"

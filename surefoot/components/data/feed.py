@@ -109,6 +109,7 @@ class Feed:
     ) -> None:
         self.source, self.order, self.batch, self.ramp = source, order, batch, ramp
         self.share, self._is_cut = share, microbatch is not None
+        self.cut_keys: tuple[str, ...] = ()  # keys of the spec that set the microbatches
         self.microbatch = microbatch or -(-batch // share.num_pieces)
         n = order.n
         self.dropped = n % batch if drop_last else 0
@@ -376,15 +377,9 @@ def count_numbers(batch: Batch) -> int:
     return sum(each.numel() for each in find_tensors(batch))
 
 
-def count_batches(iterable: Any) -> int:
-    """Return the length of an iterable of batches. Raises DataError if it has no length."""
+def count_batches(iterable: Any) -> int | None:
+    """Return the length of an iterable of batches; None if it has none."""
     try:
         return len(iterable)
-    except TypeError:
-        raise DataError(
-            f"{type(iterable).__name__} has no length",
-            hint=(
-                "say how many batches an epoch has: "
-                "surefoot.data.Iterated(iterable, num_batches=100)"
-            ),
-        ) from None
+    except (TypeError, NotImplementedError):
+        return None

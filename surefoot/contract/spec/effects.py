@@ -108,6 +108,10 @@ NEEDS: tuple[Need, ...] = (
     ),
     Need(("compile.blocks",), _one_of("compile.what", "blocks")),
     Need(
+        ("evaluate.score", "evaluate.patience", "checkpoint.keep_best"),
+        _not("evaluate.every", "never"),
+    ),
+    Need(
         (
             "compile.mode",
             "compile.dynamic",

@@ -123,6 +123,7 @@ class RunSpec(SpecTable):
         _check_effects(self, allowed=(info.context or {}).get(ALLOWED, ()))
         if self.memory.update_in_backward:
             _check_update_in_backward(self)
+        _check_plateau(self)
         return self
 
     @classmethod
@@ -293,6 +294,17 @@ def _check_effects(spec: RunSpec, allowed: Collection[str]) -> None:
                 raise SpecError(f"{where}{message}", hint=hint, key=tuple(given.split(".")))
 
 
+def _check_plateau(spec: RunSpec) -> None:
+    """Raise SpecError for a schedule that waits for scores of which there are none."""
+    names = {spec.schedule.name, *(each.name for each in spec.schedule.sequence)}
+    if spec.evaluate.every == "never" and "plateau" in names:
+        raise SpecError(
+            'evaluate.every is "never", and schedule.name = "plateau" lowers the learning rate '
+            "when the score no longer improves",
+            hint="give evaluate.every an interval, or use another schedule",
+        )
+
+
 def _check_update_in_backward(spec: RunSpec) -> None:
     """Raise SpecError for a setting that cannot be used with memory.update_in_backward.
 
@@ -301,9 +313,9 @@ def _check_update_in_backward(spec: RunSpec) -> None:
     train, optim = spec.train, spec.optim
     reasons = (
         (
-            train.microbatch not in (None, train.batch),
+            train.microbatch not in (None, train.batch) or train.accumulate > 1,
             "the gradients of several microbatches are summed first",
-            "leave train.microbatch out",
+            f"leave train.{'accumulate' if train.accumulate > 1 else 'microbatch'} out",
         ),
         (
             spec.memory.on_oom == "halve",

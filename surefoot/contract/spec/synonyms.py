@@ -129,15 +129,13 @@ KEYS: Mapping[str, Sequence[str]] = {
         "train_batch_size",
         "per_device_train_batch_size",
     ),
-    "train.microbatch": (
-        "micro_batch",
-        "micro_batch_size",
-        "microbatch_size",
-        "accumulate",
+    "train.microbatch": ("micro_batch", "micro_batch_size", "microbatch_size"),
+    "train.accumulate": (
         "grad_accum",
         "gradient_accumulation",
         "gradient_accumulation_steps",
         "accumulate_grad_batches",
+        "accumulation",
         "accumulation_steps",
     ),
     "train.seed": ("random_seed", "random_state"),

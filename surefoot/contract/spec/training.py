@@ -202,7 +202,16 @@ class TrainTable(SpecTable):
     batch: Positive = Field(
         128,
         description=(
-            "Samples of one optimizer step, over all microbatches and ranks (global batch size)."
+            "Samples of one optimizer step, over all microbatches and ranks (global batch size); "
+            "with train.accumulate, a step has several such batches."
+        ),
+    )
+    accumulate: Positive = Field(
+        1,
+        description=(
+            "Batches of one optimizer step (gradient accumulation): each of train.batch samples, "
+            "or a batch of the task's DataLoader. Losses are divided by the counts of the "
+            "whole step."
         ),
     )
     microbatch: Positive | None = Field(
@@ -254,6 +263,23 @@ class TrainTable(SpecTable):
         False, description="Let cuDNN time its algorithms for each convolution and use the fastest."
     )
 
+    @property
+    def step_batch(self) -> int:
+        """Samples of one optimizer step."""
+        return self.batch * self.accumulate
+
+    @property
+    def cut_keys(self) -> tuple[str, ...]:
+        """Given keys that make a step several microbatches."""
+        accumulates = ("train.accumulate",) if self.accumulate > 1 else ()
+        return accumulates if self.microbatch is None else (*accumulates, "train.microbatch")
+
+    def pass_size(self, num_ranks: int) -> int | None:
+        """Return the samples of one forward pass; None for an equal part of a step's samples."""
+        if self.microbatch is None and self.accumulate > 1:
+            return -(-self.batch // num_ranks)
+        return self.microbatch
+
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
         # without `batch`, the batch may be that of a DataLoader
@@ -284,6 +310,11 @@ class TrainTable(SpecTable):
     def _check_ramp(self) -> None:
         if not self.ramp:
             return
+        if self.accumulate > 1:
+            raise ValueError(
+                f"accumulate = {self.accumulate} cannot be used with ramp, which sets the samples "
+                f"of each step; use batch = {self.step_batch} and microbatch = {self.batch}"
+            )
         starts, batches = zip(*self.ramp, strict=True)
         form = (
             f"; it is [[0, SMALL], ..., [SAMPLES, {self.batch}]]: samples that rise from 0, "
@@ -314,8 +345,12 @@ class EvaluateTable(SpecTable):
             "Split that is evaluated during training; the task's `data(split)` returns it."
         ),
     )
-    every: DurationText = Field(
-        "1 epoch", description="Interval between evaluations; the end of the run is evaluated too."
+    every: DurationText | Never = Field(
+        "1 epoch",
+        description=(
+            "Interval between evaluations; the end of the run is evaluated too; never: the run "
+            "evaluates nothing."
+        ),
     )
     batch: Positive | None = Field(None, description="Batch size of evaluation; none: train.batch.")
     score: str | None = Field(

@@ -273,7 +273,7 @@ def _enlarge_batch(spec: RunSpec) -> dict[str, Any]:
     scaled = (
         {}
         if optim.reference_batch is not None
-        else {"optim.reference_batch": spec.train.batch, "optim.scaling": rule}
+        else {"optim.reference_batch": spec.train.step_batch, "optim.scaling": rule}
     )
     return {"train.batch": 4 * spec.train.batch, **scaled}
 

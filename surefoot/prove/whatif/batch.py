@@ -115,7 +115,9 @@ def measure(
     arms = [
         spec_arm(
             f"{batch} by {part}",
-            spec.replace(train={"batch": batch, "microbatch": part, "ramp": ()}, **QUIET),
+            spec.replace(
+                train={"batch": batch, "accumulate": 1, "microbatch": part, "ramp": ()}, **QUIET
+            ),
             steps=updates,
             warmup=WARMUP_STEPS,
             timeout_s=3600.0,

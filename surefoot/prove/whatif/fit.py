@@ -266,9 +266,9 @@ def _try_microbatch(spec: RunSpec, size: int, steps: int, most: float) -> Microb
             is_refused=True,
         )
     num_samples = outcome.measures["samples_per_epoch"]
-    if num_samples < spec.train.batch:
+    if num_samples < spec.train.step_batch:
         raise InputError(
-            f"there are {num_samples:,.0f} samples, fewer than one batch of {spec.train.batch:,}",
+            f"there are {num_samples:,.0f} samples, and a step has {spec.train.step_batch:,}",
             hint="give --set train.batch=N",
         )
     peak = peak_of(outcome.measures)

@@ -147,7 +147,7 @@ def _measure(assembly: Assembly, size: int, draws: int) -> GradientNoiseResult:
             squares, total = 0.0, torch.zeros(())
     levels = pyramid.levels(size)
     return GradientNoiseResult(
-        batch=assembly.spec.train.batch,
+        batch=assembly.spec.train.step_batch,
         levels=levels,
         slope=find_slope(levels),
         mean_norm=float(pyramid.mean.norm()),

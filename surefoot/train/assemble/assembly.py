@@ -16,6 +16,7 @@ from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.jobs import look, sample_ids
 from surefoot.components.data.order import Keys
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.observe.meter import Summary, make_step_record
 from surefoot.components.precision.policy import PLAIN, Policy
 from surefoot.contract import events
@@ -68,6 +69,7 @@ class Assembly:
     notes: list[str]
     told: list[str]  # notes that are printed at the start too
     tried: Evaluation | None = None  # of a few samples
+    evaluates: bool = True  # the run evaluates the split of its spec
     # printed at the start, even with --quiet
     warnings: list[str] = field(default_factory=list)
     trained: TrainedSet = field(kw_only=True)
@@ -132,6 +134,17 @@ class Assembly:
             is_even=self.is_even,
             seed=self.spec.train.seed,
         )
+
+    @property
+    def evaluate_every(self) -> str:
+        """Interval between evaluations: that of the spec.
+
+        The default, an epoch, is 5 % of a run whose data have no length.
+        """
+        source, table = self.feed.source, self.spec.evaluate
+        is_endless = isinstance(source, Iterated) and source.repeats
+        is_given = "every" in table.model_fields_set
+        return "5 %" if is_endless and not is_given else table.every
 
     @property
     def is_even(self) -> bool:

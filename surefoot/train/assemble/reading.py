@@ -18,14 +18,20 @@ from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import find_most
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.data.sources.wrapped import as_source
+from surefoot.components.data.sources.wrapped import TorchDataset, as_source
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch, ResolvedTask, Source
-from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
+from surefoot.core.errors import (
+    DataError,
+    SpecError,
+    SurefootError,
+    TaskError,
+    UnknownSplitError,
+)
 from surefoot.core.hardware import count_cores
 from surefoot.core.ranks.pieces import check_divides, check_equal_passes, check_pieces
-from surefoot.core.units import parse_bytes
+from surefoot.core.units import Duration, parse_bytes
 from surefoot.train.failure.blame import describe
 
 MIN_BATCHES = 4  # with fewer batches no worker is started
@@ -39,22 +45,21 @@ LASTING_NOTE = (
 def read_split(task: ResolvedTask, split: str) -> Source:
     """Return the task's data of `split`.
 
-    Raises DataError for a split that is unknown or cannot be read, and TaskError for an error in
-    the task's code.
+    Raises UnknownSplitError for a split that the task does not have, DataError for one that cannot
+    be read, and TaskError for an error in the task's code.
     """
     try:
-        return as_source(task.task.data(split))
+        given = task.task.data(split)
+        if given is None and split != "train":
+            raise _unknown_split(task, split)
+        return as_source(given, task.collate)
     except SurefootError:
         raise
+    except NotImplementedError as error:
+        raise _unknown_split(task, split) from error
     except KeyError as error:
         if error.args == (split,):  # the task has looked it up in a dict of its splits
-            raise DataError(
-                f"task {task.name} has no split {split!r}",
-                hint='return the training data from its data("train")'
-                if split == "train"
-                else "use a split that its data(split) returns: --split of evaluate and predict, "
-                "or evaluate.split of a new run",
-            ) from error
+            raise _unknown_split(task, split) from error
         raise _failed_data(split, error) from error
     except OSError as error:
         with_folder = task.importable is not None and signature.has_parameter(
@@ -70,38 +75,60 @@ def read_split(task: ResolvedTask, split: str) -> Source:
         raise _failed_data(split, error) from error
 
 
+def needs_scores(spec: RunSpec) -> bool:
+    """Return whether the spec names the split that is evaluated, or what depends on its score."""
+    table = spec.evaluate
+    names = {spec.schedule.name, *(each.name for each in spec.schedule.sequence)}
+    is_used = table.score is not None or table.patience is not None or "plateau" in names
+    return is_used or "split" in table.model_fields_set
+
+
+def _unknown_split(task: ResolvedTask, split: str) -> UnknownSplitError:
+    return UnknownSplitError(
+        f"task {task.name} has no split {split!r}",
+        hint='return the training data from its data("train")'
+        if split == "train"
+        else "use a split that its data(split) returns: --split of evaluate and predict, "
+        "or evaluate.split of a new run",
+    )
+
+
 def _failed_data(split: str, error: BaseException) -> TaskError:
+    without = "" if split == "train" else 'to evaluate nothing, set evaluate.every = "never"; '
     return TaskError(
         f"data({split!r}) failed: {describe(error)}",
-        hint="check that the task has this split; --traceback shows the whole error",
+        hint=f"check that the task has this split; {without}--traceback shows the whole error",
     )
 
 
 def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     """Return the feed of the training data: which samples each step reads, in which order.
 
-    A source that returns whole batches gives one batch per step. With `train.microbatch = 1`, it
-    gives `train.batch` batches per step. The batches of a DataLoader with a map-style dataset can
-    be divided, into microbatches and among ranks; `source` of the feed is then a `DealtLoader`.
+    A source that returns whole batches gives `train.accumulate` batches per step. The batches of a
+    DataLoader with a map-style dataset can be divided, into microbatches and among ranks; `source`
+    of the feed is then a `DealtLoader`.
     Raises SpecError for settings that do not fit the source.
     """
-    train, batch, microbatch = spec.train, spec.train.batch, spec.train.microbatch
+    train, batch = spec.train, spec.train.step_batch
+    microbatch = train.pass_size(share.num_pieces)
     if train.ramp:
         check_ramp(spec, source)
     if isinstance(source, Iterated):
+        if not source.has_length:
+            source.repeat(_count_run(spec, source))
         source, batch = _divide_batches(spec, source, share)
-        microbatch = 1 if batch > 1 or microbatch == 1 else None
+        microbatch = 1 if batch > 1 or train.microbatch == 1 else None
     else:
-        check_divides(batch, microbatch, is_given="batch" in train.model_fields_set)
+        check_divides(train.batch, train.microbatch, is_given="batch" in train.model_fields_set)
         if share.size > 1:
-            _check_shares(spec, source, share.size)
+            _check_shares(spec, source, share)
             if train.batchnorm == "sync":
-                _check_equal_passes(spec, len(source), share.size)
+                _check_equal_passes(spec, len(source), share)
     shuffles = spec.data.shuffle and source.guarantee == "proven"
     order = Order(len(source), train.seed, shuffle=shuffles)
     if spec.data.window is not None:
         order = replace(order, chunk=_chunk_of(spec, source), window=spec.data.window)
-    return Feed(
+    feed = Feed(
         source,
         order,
         batch=batch,
@@ -110,6 +137,27 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         ramp=train.ramp,
         share=share,
     )
+    feed.cut_keys = train.cut_keys
+    return feed
+
+
+def _count_run(spec: RunSpec, source: Iterated) -> int | None:
+    """Return the batches that a run reads of an iterable without a length; None for a time.
+
+    Raises SpecError if the length of the run depends on that of the iterable.
+    """
+    train, length = spec.train, Duration.parse(spec.train.length)
+    if length.unit not in ("steps", "s"):
+        default = "" if "length" in train.model_fields_set else " (the default)"
+        raise SpecError(
+            f"train.length is {train.length!r}{default}, but the {type(source.given).__name__} has "
+            "no length",
+            hint='give the length of the run in steps or as a time: train.length = "1000 steps"; '
+            "or say how many batches an epoch has: "
+            "surefoot.data.Iterated(iterable, num_batches=100)",
+        )
+    size = train.batch if "batch" in train.model_fields_set else train.accumulate
+    return int(length.value) * size if length.unit == "steps" else None
 
 
 def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iterated, int]:
@@ -120,18 +168,13 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
     """
     train = spec.train
     is_given = "batch" in train.model_fields_set
-    num_batches = train.batch if is_given else 1
+    num_batches = train.batch if is_given else train.accumulate
     size = None if is_given and train.microbatch == 1 else train.microbatch
-    if is_given and num_batches != 1 and train.microbatch != 1:
-        given = (
-            f"train.batch is {num_batches}"
-            if train.microbatch is None
-            else f"train.batch is {num_batches} and train.microbatch is {train.microbatch}"
-        )
+    if is_given and num_batches != 1 and (train.microbatch != 1 or train.accumulate > 1):
         raise SpecError(
-            f"{given}, but the source gives whole batches: {source.describe()}",
-            hint="leave train.batch out; to accumulate train.batch batches in each step, set "
-            "train.microbatch = 1",
+            f"train.batch is {num_batches}, but the source gives whole batches: "
+            f"{source.describe()}",
+            hint="leave train.batch out; train.accumulate is the number of batches of a step",
         )
     if spec.optim.reference_batch is not None:
         raise SpecError(
@@ -211,7 +254,9 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
             f"layout.virtual_ranks = {spec.layout.virtual_ranks} has no effect: the source gives "
             f"whole batches: {source.describe()}"
         )
-    is_single = spec.train.batch == 1 or "batch" not in spec.train.model_fields_set
+    is_single = spec.train.step_batch == 1 or (
+        "batch" not in spec.train.model_fields_set and spec.train.accumulate == 1
+    )
     if spec.data.last_batch == "drop" and isinstance(source, Iterated) and is_single:
         found.append(
             'data.last_batch = "drop" has no effect: the source decides its last batch: '
@@ -223,6 +268,23 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
             f"of its batches: {evaluated.describe()}"
         )
     return found
+
+
+def describe_collate(task: ResolvedTask, source: Source) -> list[str]:
+    """Return a note if the source of the training data does not call the task's `collate`."""
+    loader = source.loader if isinstance(source, Iterated) else None
+    if (
+        task.collate is None
+        or isinstance(source, TorchDataset)
+        or getattr(loader, "collate_fn", None) == task.collate
+    ):
+        return []
+    return [
+        (
+            f"collate(samples) of task {task.name} is not called, because the source makes its own "
+            f"batches: {source.describe()}"
+        )
+    ]
 
 
 def describe_workers(source: Source) -> list[str]:
@@ -242,6 +304,13 @@ def describe_short_batch(spec: RunSpec, feed: Feed) -> list[str]:
         unit, n = "batches", feed.source.num_batches
         largest = len(feed.source.batches_of(list(range(largest))))
     whole = f"a step trains on all {n:,}, which is one epoch"
+    if spec.train.accumulate > 1:
+        return [
+            (
+                f"train.accumulate is {spec.train.accumulate:,}, which makes steps of {largest:,} "
+                f"{unit}, but the training set has {n:,} {unit}: {whole}"
+            )
+        ]
     is_default = "" if "batch" in spec.train.model_fields_set else " (the default)"
     return [
         (
@@ -251,18 +320,18 @@ def describe_short_batch(spec: RunSpec, feed: Feed) -> list[str]:
     ]
 
 
-def _check_shares(spec: RunSpec, source: Source, num_ranks: int) -> None:
+def _check_shares(spec: RunSpec, source: Source, share: Share) -> None:
     """Raise SpecError if the samples of a step cannot be divided among the ranks."""
     if source.guarantee != "proven":
         raise SpecError(
-            f"{num_ranks} ranks share the samples of each step, but the source is "
+            f"{share.size} ranks share the samples of each step, but the source is "
             f"read in sequence: {source.describe()}",
             hint="give samples that are read by index, or train on one rank",
         )
     check_pieces(
-        (spec.train.batch, *(batch for _, batch in spec.train.ramp)),
-        spec.train.microbatch,
-        num_ranks,
+        (spec.train.step_batch, *(batch for _, batch in spec.train.ramp)),
+        spec.train.pass_size(share.num_pieces),
+        share.size,
     )
 
 
@@ -329,17 +398,17 @@ def read_once(
                     yield inputs, taken.num_samples
 
 
-def _check_equal_passes(spec: RunSpec, num_samples: int, num_ranks: int) -> None:
+def _check_equal_passes(spec: RunSpec, num_samples: int, share: Share) -> None:
     """Raise SpecError if ranks would run different numbers of passes in a step.
 
     A BatchNorm with statistics over all ranks would then wait forever.
     """
     train = spec.train
-    rest = num_samples % train.batch if spec.data.last_batch == "keep" else 0
+    rest = num_samples % train.step_batch if spec.data.last_batch == "keep" else 0
     check_equal_passes(
-        {train.batch, *([rest] if rest else [])},
-        train.microbatch,
-        num_ranks,
+        {train.step_batch, *([rest] if rest else [])},
+        train.pass_size(share.num_pieces),
+        share.size,
         has_ramp=bool(train.ramp),
     )
 

@@ -27,7 +27,7 @@ from surefoot.components.precision.policy import build as build_policy
 from surefoot.components.profiler.phases.clock import PhaseClock
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import ResolvedTask, Source
-from surefoot.core.errors import SpecError
+from surefoot.core.errors import SpecError, UnknownSplitError
 from surefoot.core.schedule.plan import Curve, ScheduleSettings, check_for_ramp
 from surefoot.core.schedule.plan import build as build_schedule
 from surefoot.core.units import Duration
@@ -42,11 +42,13 @@ from surefoot.train.assemble.model import (
     take_task,
 )
 from surefoot.train.assemble.reading import (
+    describe_collate,
     describe_idle,
     describe_short_batch,
     describe_workers,
     make_feed,
     make_settings,
+    needs_scores,
     read_split,
 )
 from surefoot.train.assemble.updates import make_curve, make_updates, schedule_of_task
@@ -91,6 +93,7 @@ class Build:
     warnings: list[str] = field(init=False, default_factory=list)
     recomputed: RecomputeHandle | None = field(init=False, default=None)
     tried: Evaluation | None = field(init=False, default=None)
+    evaluates: bool = field(init=False, default=True)
     unshared: set[str] = field(init=False, default_factory=set)  # metrics that ranks cannot send
     sharded: Sharded | None = field(init=False, default=None)
     compiled: CompiledRegions | None = field(init=False, default=None)
@@ -136,6 +139,7 @@ class Build:
             self.notes,
             self.told,
             self.tried,
+            self.evaluates,
             self.warnings,
             trained=TrainedSet(self.model),
         )
@@ -193,11 +197,23 @@ def wrap_blocks(build: Build) -> None:
 def evaluate_few_samples(build: Build) -> None:
     """Evaluate a few samples, unless it is known whether a higher or a lower score is better."""
     build.read = functools.cache(functools.partial(read_split, build.task))
-    if build.better:
-        return
     spec, split = build.spec, build.spec.evaluate.split
+    if spec.evaluate.every == "never":
+        build.evaluates = False
+    if build.better or not build.evaluates:
+        return
     watched = watch(build.task, build.unshared)
-    source = build.read(split)
+    try:
+        source = build.read(split)
+    except UnknownSplitError as error:
+        if needs_scores(spec):
+            raise
+        build.evaluates = False
+        build.told.append(
+            f"{error.message}, so this run evaluates nothing; return one from data({split!r}), or "
+            "set evaluate.split"
+        )
+        return
     with preserve_attributes(build.task.task):
         build.tried = try_out(
             build.model,
@@ -339,6 +355,7 @@ def collect_messages(build: Build) -> None:
         *describe_cudnn(spec, device.type),
         *describe_short_batch(spec, feed),
         *describe_workers(feed.source),
+        *describe_collate(build.task, feed.source),
         *describe_idle(spec, feed.source, build.read(spec.evaluate.split) if build.tried else None),
     ]
     if spec.compile.what != "none":

@@ -22,8 +22,8 @@ from surefoot.train.step import LiveUpdate
 SAME = 1e-5  # relative, of a term
 WORDS = (
     "the loss of update {update} depends on the previous microbatch, by {names}, "
-    "which a forward pass changes: with train.microbatch the weights differ from "
-    "those trained on whole batches; leave train.microbatch out, or keep one "
+    "which a forward pass changes: with several microbatches in a step the weights differ from "
+    "those trained on whole batches; leave train.microbatch and train.accumulate out, or keep one "
     "row of state for each sample and select it by an index in the batch"
 )
 

@@ -4,40 +4,61 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from surefoot.components.data.feed import Feed
 from surefoot.components.data.in_place import find_arrays
 from surefoot.components.data.loader.streams import streams_of
+from surefoot.components.data.order import derive
 from surefoot.components.data.sources.batch_digest import digest_of
+from surefoot.components.data.sources.wrapped import TorchDataset
+from surefoot.contract.task import Batch
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight.samples import is_joined_tensor
 from surefoot.train.quiet import read_streams
 
 MAX_SAMPLES = 4  # of each microbatch
 UNCHECKED = (
-    "whether the collate function of the DataLoader returns the same for parts of a batch could "
-    "not be checked"
+    "whether the collate function returns the same for parts of a batch could not be checked"
 )
 DRAWS = (
-    "__getitems__ of the dataset of the DataLoader returns other values for a sample if it reads "
-    "others with it: random numbers that it draws depend on the microbatch, and change with "
-    "train.microbatch and the number of ranks"
+    "__getitems__ of the dataset returns other values for a sample if it reads others with it: "
+    "random numbers that it draws depend on the microbatch, and change with train.microbatch and "
+    "the number of ranks"
 )
 WARNING = (
-    "the collate function of the DataLoader returns other values for two microbatches than for "
-    "their samples together, in more than padding: the run trains on what it returns for each "
-    "microbatch of {sizes} samples, which differs from whole batches"
+    "the collate function returns other values for two microbatches than for their samples "
+    "together, in more than padding: the run trains on what it returns for each microbatch of "
+    "{sizes} samples, which differs from whole batches"
 )
+
+
+class CutByNumber:
+    """Samples of the microbatches of the first step of a dataset, for `check`."""
+
+    def __init__(self, feed: Feed, seed: int) -> None:
+        window, self._source = feed.window(0), cast(TorchDataset, feed.source)
+        self._cut, self._key = feed.microbatches(window), derive(seed, window.epoch)
+
+    def samples_of(self, part: int, end: int, start: int = 0) -> list[Any]:
+        ids = self._cut[part][start:end].tolist() if part < len(self._cut) else []
+        return self._source.samples_of(ids, self._key) if ids else []
+
+    def collate(self, samples: list[Any]) -> Batch:
+        return self._source.collate(samples, list(range(len(samples))))
+
+    def describe_sizes(self) -> str:
+        return " or ".join(map(str, sorted({len(part) for part in self._cut})))
 
 
 def check(source: Any) -> list[str]:
     """Return a warning if whole batches contain something else than their microbatches.
 
-    `source` is a `DealtLoader`. Padding may differ. A function that draws random numbers, as for
-    masks, is not compared.
+    `source` is a `DealtLoader` or a `CutByNumber`. Padding may differ. A function that draws random
+    numbers, as for masks, is not compared.
     """
     with streams_of(0):
         try:

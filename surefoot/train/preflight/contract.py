@@ -430,7 +430,7 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     Raises SpecError if a batch cannot be divided among all ranks.
     """
     feed, ranks = assembly.feed, assembly.engine.steps.collectives.ranks
-    if ranks is None or ranks.is_exact or assembly.spec.train.microbatch is not None:
+    if ranks is None or ranks.is_exact or assembly.spec.train.pass_size(1) is not None:
         return False
     num_ranks = ranks.group.size
     if isinstance(feed.source, Iterated):

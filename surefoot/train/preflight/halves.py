@@ -30,7 +30,8 @@ SUM_HINT = (
 WAYS_OUT = (
     "a penalty that does not depend on the batch goes in a separate term: Term(..., "
     "fixed=True); a loss that compares samples with each other is returned with additive=False, "
-    "and train.microbatch is left out (on several ranks it uses surefoot.all_gather)"
+    "and train.microbatch and train.accumulate are left out (on several ranks it uses "
+    "surefoot.all_gather)"
 )
 Verdict = Literal["sum", "mean", "other", "unknown"]
 

@@ -17,6 +17,7 @@ from surefoot.components.data.loader.jobs import Reader, look
 from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.components.data.sources.iterated import Iterated, copy_of
+from surefoot.components.data.sources.wrapped import TorchDataset
 from surefoot.contract.task import Batch, Loss, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.attributes.rewritten import watch_weights
@@ -262,13 +263,21 @@ def check_order(assembly: Assembly) -> None:
 
 
 def check_collated(assembly: Assembly) -> list[str]:
-    """Return a warning if a DataLoader collates parts of a batch to other values than the batch."""
-    source = assembly.feed.source
-    if not isinstance(source, Iterated) or not source.draws_by_sample or source.step_size == 1:
+    """Return a warning if parts of a batch are collated to other values than the batch."""
+    source, feed = assembly.feed.source, assembly.feed
+    if isinstance(source, Iterated):
+        is_cut = source.draws_by_sample and source.step_size > 1
+    else:
+        collates = isinstance(source, TorchDataset) and source.collates
+        is_cut = collates and len(feed.microbatches(feed.window(0))) > 1
+    if not is_cut:
         return []
     from surefoot.train.preflight import collated
 
-    return collated.check(source)
+    seed = assembly.spec.train.seed
+    return collated.check(
+        source if isinstance(source, Iterated) else collated.CutByNumber(feed, seed)
+    )
 
 
 # ---- draws while samples are read

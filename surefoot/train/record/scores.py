@@ -24,10 +24,11 @@ class Scores:
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
-        table = assembly.spec.evaluate
-        every = assembly.course.duration(table.every)
-        self._every_s = every.value if every.unit == "s" else None
-        self._rhythm = None if self._every_s is not None else assembly.course.rhythm(table.every)
+        text, self._every_s, self._rhythm = assembly.evaluate_every, None, None
+        if assembly.evaluates:
+            every = assembly.course.duration(text)
+            self._every_s = every.value if every.unit == "s" else None
+            self._rhythm = None if self._every_s is not None else assembly.course.rhythm(text)
         self._last_s = time.perf_counter()
         self._since_best = 0
         self.best: Evaluation | None = None

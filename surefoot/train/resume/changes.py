@@ -136,6 +136,11 @@ RULES = (
         "step n reads the samples that it would read if the run had always had this batch size",
     ),
     ChangeRule(
+        "train.accumulate",
+        "fork",
+        "step n reads the samples that it would read if steps had always had so many batches",
+    ),
+    ChangeRule(
         "train.ramp",
         "fork",
         "step n reads the samples that it would read if the run had always had this ramp",

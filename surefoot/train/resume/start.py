@@ -157,7 +157,8 @@ def _remove_replaced_state(tree: dict[str, Any], found: Sequence[Change]) -> Non
                     each["groups"] = None
     if any(change.key.startswith("schedule.") for change in found):
         tree["plateau"] = None
-    if any(change.key in ("train.batch", "train.microbatch", "train.ramp") for change in found):
+    sizes = ("train.batch", "train.accumulate", "train.microbatch", "train.ramp")
+    if any(change.key in sizes for change in found):
         tree["microbatch"] = None
     if changes.starts_scores_anew(found):
         tree["scores"], tree["plateau"] = None, None

@@ -87,6 +87,11 @@ class RunFacts:
         return self.session.progress.guard.num_skipped
 
     @property
+    def evaluates(self) -> bool:
+        """True if the run evaluates the split of its spec, by its interval and at the end."""
+        return self.session.assembly.evaluates
+
+    @property
     def last_evaluated(self) -> int:
         """Step whose weights were evaluated last; 0 if there was no evaluation."""
         return self.session.progress.scores.last_step

@@ -95,7 +95,8 @@ class Progress:
 
     def is_evaluation_due(self) -> bool:
         """Return whether an evaluation is due after this step, by the spec's interval or end."""
-        return self.scores.is_due(self.step) or self.step == self._assembly.course.total_steps
+        is_last = self.step == self._assembly.course.total_steps
+        return self.scores.is_due(self.step) or (is_last and self._assembly.evaluates)
 
     @property
     def _loader(self) -> Any:

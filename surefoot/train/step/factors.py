@@ -86,8 +86,7 @@ def check_splittable(
 def _how_to_train_whole(feed: Feed) -> str:
     """Return how to change the settings so that a batch is not split."""
     ways = {
-        "leave train.microbatch out": feed.has_microbatches
-        and getattr(feed.source, "has_microbatch", True),
+        f"leave {' and '.join(feed.cut_keys)} out": feed.cut_keys and feed.has_microbatches,
         "train on one rank": feed.share.size > 1,
         "leave layout.virtual_ranks out": feed.share.pieces is not None,
     }

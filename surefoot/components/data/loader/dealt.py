@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from surefoot.components.data.loader.division import Deal, SeededIds, find_sizes, without_nesting
-from surefoot.components.data.loader.streams import streams_of
+from surefoot.components.data.loader.division import Deal, find_sizes
+from surefoot.components.data.loader.streams import SeededIds, streams_of
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.batch_digest import PassDigest, ReadingDifference
 from surefoot.components.data.sources.iterated import NOTHING, BatchRead, Iterated, Streams
 from surefoot.components.data.sources.watched import ObservedLoader, as_ids
+from surefoot.components.data.sources.wrapped import read_items, without_nesting
 from surefoot.contract.task import Batch
 from surefoot.core.errors import DataError
 
@@ -71,11 +72,6 @@ class DealtLoader(Iterated):
     def step_size(self) -> int:  # type: ignore[override]
         """Number of microbatches of a step, of all ranks."""
         return self._deal.step
-
-    @property
-    def has_microbatch(self) -> bool:
-        """True if `train.microbatch` divides the batches or accumulates them."""
-        return self._deal.size is not None or self._deal.batches > 1
 
     def count_step(self) -> tuple[int, int]:
         """Return the index of this rank's first microbatch in the step, and their number."""
@@ -181,10 +177,9 @@ class DealtLoader(Iterated):
             return self.collate(self._read_here(ids))
 
     def _read_here(self, ids: list[Any]) -> list[Any]:
-        wanted, dataset = SeededIds(ids, self._sampler.key), self._dataset
+        wanted = SeededIds(ids, self._sampler.key)
         wanted.seed()
-        many = getattr(dataset, "__getitems__", None)
-        return list(many(wanted)) if many is not None else [dataset[each] for each in wanted]
+        return read_items(self._dataset, wanted)
 
     def samples_of(self, part: int, end: int, start: int = 0) -> list[Any]:
         """Read samples `start` to `end` of a microbatch of the step drawn last, for a check.

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
-from torch.utils.data import BatchSampler, DistributedSampler, Subset
+from torch.utils.data import BatchSampler, DistributedSampler
 
 from surefoot.components.data.feed import Share
-from surefoot.components.data.loader.streams import seed_draws
-from surefoot.components.data.order import derive
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.core.errors import DataError, SpecError
 from surefoot.core.ranks.pieces import check_pieces
-
-OF_BATCH = 0x62617463  # separates the draws of a collate function from those of the samples
 
 
 class Deal(NamedTuple):
@@ -78,62 +72,6 @@ class Deal(NamedTuple):
             if number < own.stop:
                 return max(number, own.start)
         return self.total
-
-
-class SeededIds(list[Any]):
-    """Sample indices of a microbatch; iteration seeds the global random states for each sample.
-
-    A dataset that draws from them gets numbers that depend only on `key` and the index, in any
-    worker and in any microbatch. At the end the states are seeded for the collate function. They
-    are seeded as well when a worker receives the indices, since a dataset with `__getitems__` may
-    not iterate over them.
-    """
-
-    def __init__(self, ids: list[Any], key: int) -> None:
-        super().__init__(ids)
-        self.key = key
-
-    def __iter__(self) -> Iterator[Any]:
-        for each in super().__iter__():
-            seed_draws(derive(self.key, _number_of(each)))
-            yield each
-        self.seed()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # the default would iterate, and seed the random states of the process that sends the list
-        return type(self)._made, (self.plain(), self.key)
-
-    @classmethod
-    def _made(cls, ids: list[Any], key: int) -> Self:
-        made = cls(ids, key)
-        made.seed()
-        return made
-
-    def seed(self) -> None:
-        """Seed the random states for the whole microbatch."""
-        first = _number_of(self.plain()[0]) if len(self) else 0
-        seed_draws(derive(self.key, first, OF_BATCH))
-
-    def plain(self) -> list[Any]:
-        return [*super().__iter__()]
-
-
-def _number_of(index: Any) -> int:
-    try:
-        return int(index)
-    except (TypeError, ValueError):  # a sampler may give names or tuples
-        return zlib.crc32(repr(index).encode())
-
-
-def without_nesting(dataset: Any) -> Any:
-    """Return a `Subset` of a `Subset` as one, which draws for each sample by itself.
-
-    `__getitems__` of an outer one reads all indices before the first sample.
-    """
-    while type(dataset) is Subset and type(dataset.dataset) is Subset:
-        inner = dataset.dataset
-        dataset = Subset(inner.dataset, [inner.indices[each] for each in dataset.indices])
-    return dataset
 
 
 def make_deal(

@@ -109,9 +109,13 @@ def sample_ids(source: Source, ids: np.ndarray) -> np.ndarray:
 def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> Source:
     """Return the source for reading samples of `epoch`.
 
-    For a source that is read sequentially, this is a reader of the epoch; any other source is
-    returned unchanged. With `keep`, samples are read for a check, and are not consumed.
+    For a source that is read sequentially, this is a reader of the epoch. The draws of a dataset
+    with samples by number depend on the epoch and the sample; any other source is returned
+    unchanged. With `keep`, samples are read for a check, and are not consumed.
     """
+    if (seeded := getattr(source, "seeded", None)) is not None:
+        by_sample: Source = seeded(derive(seed, epoch))
+        return by_sample
     at = getattr(source, "at", None)
     made: Source = source if at is None else at(epoch, streams_of_epoch(seed, epoch), keep=keep)
     return made

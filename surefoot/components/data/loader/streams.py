@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import random
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from numpy.random import mtrand
 from surefoot.components.data.order import derive
 
 DRAWS = 0x64726177  # separates these draws from the others of the run
+OF_BATCH = 0x62617463  # separates the draws of a collate function from those of the samples
 _unused: list[np.random.MT19937] = []
 
 
@@ -103,3 +105,55 @@ def seed_draws(key: int) -> None:
     torch.default_generator.manual_seed(key >> 1)
     random.seed(key)
     mtrand.seed(key & 0xFFFFFFFF)
+
+
+def read_states() -> tuple[Any, ...]:
+    """Return the global random states of torch, numpy and Python, for a comparison."""
+    words = _words_of(mtrand.get_bit_generator())
+    of_numpy = repr(mtrand.get_state(legacy=False)) if words is None else bytes(words)
+    return torch.default_generator.get_state().numpy().tobytes(), of_numpy, random.getstate()
+
+
+class SeededIds(list[Any]):
+    """Sample indices of a microbatch; iteration seeds the global random states for each sample.
+
+    A dataset that draws from them gets numbers that depend only on `key` and the index, in any
+    worker and in any microbatch. At the end the states are seeded for the collate function. They
+    are seeded as well when a worker receives the indices, since a dataset with `__getitems__` may
+    not iterate over them.
+    """
+
+    def __init__(self, ids: list[Any], key: int) -> None:
+        super().__init__(ids)
+        self.key = key
+
+    def __iter__(self) -> Iterator[Any]:
+        for each in super().__iter__():
+            seed_draws(derive(self.key, _number_of(each)))
+            yield each
+        self.seed()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # the default would iterate, and seed the random states of the process that sends the list
+        return type(self)._made, (self.plain(), self.key)
+
+    @classmethod
+    def _made(cls, ids: list[Any], key: int) -> Self:
+        made = cls(ids, key)
+        made.seed()
+        return made
+
+    def seed(self) -> None:
+        """Seed the random states for the whole microbatch."""
+        first = _number_of(self.plain()[0]) if len(self) else 0
+        seed_draws(derive(self.key, first, OF_BATCH))
+
+    def plain(self) -> list[Any]:
+        return [*super().__iter__()]
+
+
+def _number_of(index: Any) -> int:
+    try:
+        return int(index)
+    except (TypeError, ValueError):  # a sampler may give names or tuples
+        return zlib.crc32(repr(index).encode())

@@ -8,7 +8,6 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +18,13 @@ from surefoot.components.data.sources.batch_digest import (
     ReadingDifference,
     digest_of_content,
 )
-from surefoot.components.data.sources.loader_parts import describe_draws
+from surefoot.components.data.sources.loader_parts import EpochState, describe_draws
 from surefoot.contract.task import Batch, Guarantee
-from surefoot.core.errors import DataError, OtherDataError
+from surefoot.core.errors import DataError, EndOfStream, OtherDataError
 from surefoot.runtime.attributes.generators import sign_state
 
 KEPT_STATES, KEPT_SIZES = 16, 1024
+UNKNOWN = 2**40  # batches of an iterable without a length; more than any run reads
 NOTHING: Any = object()
 Streams = Callable[[int], AbstractContextManager[None]]
 
@@ -35,40 +35,6 @@ class BatchRead(NamedTuple):
     epoch: int
     number: int
     ids: tuple[int, ...]
-
-
-@dataclass(eq=False)
-class _EpochState:
-    """State at the start of an epoch, and digests of the batches that were read in it."""
-
-    epoch: int = 0
-    # states of the data's generators and parts, see ObservedLoader.pass_states
-    generators: Mapping[str, Any] = field(default_factory=dict)
-    starts_workers: bool | None = None  # see ObservedLoader; None before the first batch
-    state: Any = None  # of the iterable, before the first batch
-    seen: PassDigest = field(default_factory=PassDigest)
-
-    def as_state(self) -> dict[str, Any]:
-        own = {
-            "epoch": self.epoch,
-            "generators": self.generators,
-            "starts_workers": self.starts_workers,
-            "state": self.state,
-        }
-        return {**own, "seen": self.seen.as_state()}
-
-    @classmethod
-    def from_state(cls, held: Mapping[str, Any]) -> _EpochState:
-        from surefoot.components.data.sources.watched import name_states
-
-        epoch = int(held["epoch"])
-        return cls(
-            epoch,
-            name_states(held["generators"]),
-            held.get("starts_workers", epoch == 0),  # an older version did not save it
-            held["state"],
-            PassDigest.from_state(held["seen"]),
-        )
 
 
 class Iterated:
@@ -84,10 +50,13 @@ class Iterated:
     An iterable with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored
     instead. `set_epoch` of a loader, its samplers and its datasets is called before each epoch.
 
+    An iterable without a length is read until it ends. In training it then begins again, and the
+    whole run is one epoch (`repeat`).
+
     Args:
         iterable: Iterable that restarts each time it is iterated.
-        num_batches: Batches per epoch; None for the length of the iterable. In this case, a notice
-            reports any batch beyond the length.
+        num_batches: Batches per epoch; None for the length of the iterable, if it has one. In this
+            case, a notice reports any batch beyond the length.
 
     Raises:
         DataError: For an iterator or no batches; on reading, if the iterable ends too early.
@@ -116,10 +85,13 @@ class Iterated:
         self.parts = self._watched.parts  # samplers and datasets whose state_dict is saved
         self.content_digest = digest_of_content(iterable)
         self._iterable = self._watched.data
-        self.num_batches, self.is_cut = length, num_batches is not None
+        self.has_length, self.repeats = length is not None, False
+        self.num_batches = UNKNOWN if length is None else length
+        self.is_cut = num_batches is not None or length is None
+        self._num_passes = 0  # of an iterable that repeats, in this epoch
         self._iterator: Iterator[Batch] | None = None
         self._next = 0
-        self._pass: _EpochState | None = None
+        self._pass: EpochState | None = None
         self._has_state = all(
             callable(getattr(iterable, part, None)) for part in ("state_dict", "load_state_dict")
         )
@@ -129,7 +101,7 @@ class Iterated:
         self._sizes: dict[tuple[int, int], int] = {}
         # a copy of batch 0, until another batch is read
         self._first: tuple[BatchRead, Batch] | None = None
-        self._expected: _EpochState | None = (
+        self._expected: EpochState | None = (
             None  # the epoch that is resumed, as a checkpoint holds it
         )
         # the epoch whose batch 0 a check read before a state was loaded
@@ -140,7 +112,8 @@ class Iterated:
         # called with each batch that is read
         self.on_read: Callable[[BatchRead], None] = lambda row: None
         self._row = BatchRead(0, 0, ())
-        self.digest = hashlib.sha256(f"{type(iterable).__qualname__} {length}".encode()).hexdigest()
+        known = f"{type(iterable).__qualname__} {length}"
+        self.digest = hashlib.sha256(known.encode()).hexdigest()
 
     def __len__(self) -> int:
         return self.num_batches
@@ -191,10 +164,19 @@ class Iterated:
         """
         return self._sizes.get((epoch, number)) or size_of(batch)
 
+    def repeat(self, num_batches: int | None) -> None:
+        """Let an iterable without a length begin again each time it ends.
+
+        An epoch then has `num_batches` batches, the whole run; None if its number is not known.
+        """
+        self.repeats, self.num_batches = True, num_batches or UNKNOWN
+
     def describe(self) -> str:
-        return (
-            f"{self.num_batches:,} batches of {type(self._iterable).__name__}, replayed to resume"
-        )
+        name = type(self._iterable).__name__
+        if not self.has_length:
+            again = ", which begins again when it ends" if self.repeats else ""
+            return f"batches of a {name} without a length{again}, replayed to resume"
+        return f"{self.num_batches:,} batches of {name}, replayed to resume"
 
     def close(self) -> None:
         """End the workers of a DataLoader, if it has any.
@@ -240,15 +222,17 @@ class Iterated:
 
         An epoch that is started again begins with the random states of its first start.
         """
-        self._iterator, self._first = None, None
+        self._iterator, self._first, self._num_passes = None, None, 0
         self._watched.begin_pass()
         self._next, known = self._iterate_from_known_state(epoch, number)
         if self._pass is not None and self._pass.epoch == epoch:
             self._watched.restore_generators(self._pass.generators)
             self._pass.seen = self._pass.seen if self._next else PassDigest()
         else:
-            self._pass = _EpochState(epoch, self._watched.pass_states())
-        self._watched.set_epoch(epoch)
+            self._pass = EpochState(epoch, self._watched.pass_states())
+        if self.repeats and known is not NOTHING:
+            self._num_passes, known = known["passes"], known["state"]
+        self._watched.set_epoch(epoch + self._num_passes)
         if known is not NOTHING:
             self._iterable.load_state_dict(copy.deepcopy(known))  # type: ignore[attr-defined]
 
@@ -282,6 +266,11 @@ class Iterated:
             self._iterator = self._watched.iterate(starts_workers=self._pass.starts_workers)
             self._pass.starts_workers = self._watched.starts_workers
         batch = next(self._iterator, NOTHING)
+        if batch is NOTHING and self.repeats:
+            self._num_passes += 1
+            self._watched.set_epoch(self._pass.epoch + self._num_passes)
+            self._iterator = self._watched.iterate()
+            batch = next(self._iterator, NOTHING)
         if batch is NOTHING:
             self._iterator = None
             raise self._ended_early(self._next)
@@ -298,6 +287,13 @@ class Iterated:
         return batch
 
     def _ended_early(self, count: int) -> DataError:
+        if not self.has_length:
+            what = "returned no batch" if self.repeats or not count else f"ended after {count}"
+            kind = DataError if self.repeats or not count else EndOfStream
+            return kind(
+                f"the {type(self._iterable).__name__} {what}",
+                hint="give an iterable that returns its batches each time it is iterated",
+            )
         hint = (
             "give the right num_batches"
             if self.is_cut
@@ -309,7 +305,8 @@ class Iterated:
         )
 
     def _take_state(self) -> Any:
-        return copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
+        state = copy.deepcopy(self._iterable.state_dict())  # type: ignore[attr-defined]
+        return {"passes": self._num_passes, "state": state} if self.repeats else state
 
     def _finish(self) -> None:
         """Run the iterable to its end, as a `for` loop would, and report surplus batches, once."""
@@ -358,9 +355,9 @@ class Iterated:
         if (
             current is not None
             and not held["states"]
-            and self._is_beginning_of(_EpochState.from_state(current))
+            and self._is_beginning_of(EpochState.from_state(current))
         ):
-            self._expected = _EpochState.from_state(current)
+            self._expected = EpochState.from_state(current)
             return
         self._watched.restore_generators(name_states(held.get("generators", ())))
         self._begun = (
@@ -379,10 +376,10 @@ class Iterated:
                 self._states.append((self._pass.epoch, 0, self._pass.state))
             self._pass = None
             return
-        self._pass = _EpochState.from_state(current)
-        self._expected = _EpochState.from_state(current)
+        self._pass = EpochState.from_state(current)
+        self._expected = EpochState.from_state(current)
 
-    def _is_beginning_of(self, saved: _EpochState) -> bool:
+    def _is_beginning_of(self, saved: EpochState) -> bool:
         """Return whether the epoch that a check started is the epoch `saved` in a checkpoint.
 
         If so, reading continues in it, since a restarted epoch may have a different order.
@@ -441,7 +438,7 @@ class Iterated:
             raise OtherDataError(found.what, hint=found.hint)
         self.notices.append((found.what, found.hint))
 
-    def _compare_first(self, expected: _EpochState, streams: Streams) -> ReadingDifference | None:
+    def _compare_first(self, expected: EpochState, streams: Streams) -> ReadingDifference | None:
         """Read the first batch of a finished epoch again, and compare it with the first reading.
 
         The comparison shows whether the epoch can be reproduced.

@@ -1,4 +1,4 @@
-"""State of the samplers and datasets inside a user's DataLoader."""
+"""State of a user's DataLoader in an epoch, and of the samplers and datasets inside it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import operator
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from surefoot.components.data.sources.batch_digest import digest_of
+from surefoot.components.data.sources.batch_digest import PassDigest, digest_of
 
 MAX_NESTED = 16  # samplers inside each other, and containers in a state
 MAX_PLACES = 10_000  # samplers and datasets of a loader
@@ -166,3 +167,37 @@ def _objects_in(part: Any) -> list[Any]:
                     depth[id(inner)] = depth[id(each)] + 1
                     found.append(inner)
     return found
+
+
+@dataclass(eq=False)
+class EpochState:
+    """State at the start of an epoch, and digests of the batches that were read in it."""
+
+    epoch: int = 0
+    # states of the data's generators and parts, see ObservedLoader.pass_states
+    generators: Mapping[str, Any] = field(default_factory=dict)
+    starts_workers: bool | None = None  # see ObservedLoader; None before the first batch
+    state: Any = None  # of the iterable, before the first batch
+    seen: PassDigest = field(default_factory=PassDigest)
+
+    def as_state(self) -> dict[str, Any]:
+        own = {
+            "epoch": self.epoch,
+            "generators": self.generators,
+            "starts_workers": self.starts_workers,
+            "state": self.state,
+        }
+        return {**own, "seen": self.seen.as_state()}
+
+    @classmethod
+    def from_state(cls, held: Mapping[str, Any]) -> EpochState:
+        from surefoot.components.data.sources.watched import name_states
+
+        epoch = int(held["epoch"])
+        return cls(
+            epoch,
+            name_states(held["generators"]),
+            held.get("starts_workers", epoch == 0),  # an older version did not save it
+            held["state"],
+            PassDigest.from_state(held["seen"]),
+        )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset
 
+from surefoot.components.data.in_place import find_arrays
+from surefoot.components.data.loader.streams import SeededIds, read_states
 from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import ArrayLike, Arrays, is_pandas
 from surefoot.components.data.sources.batch_digest import digest_of_content
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract.task import Batch, Guarantee, Source
-from surefoot.core.errors import DataError
+from surefoot.core.errors import DataError, SurefootError
 
 
 class TorchDataset:
@@ -52,9 +55,8 @@ class TorchDataset:
             )
         if len(dataset) == 0:
             raise DataError(f"the {type(dataset).__name__} is empty", hint="give 1 sample or more")
-        self._dataset = dataset
-        self._collate = collate or torch.utils.data.default_collate
-        self._read_many = getattr(dataset, "__getitems__", None)
+        self._dataset, self._own_collate = without_nesting(dataset), collate
+        self._has_drawn = False  # from the global random states
         fingerprint = getattr(dataset, "_fingerprint", None)
         known = (
             fingerprint
@@ -68,13 +70,45 @@ class TorchDataset:
         return len(self._dataset)
 
     def read(self, ids: np.ndarray) -> Batch:
-        ids = check_ids(ids, len(self))
-        numbers = ids.tolist()
-        items = (
-            [self._dataset[number] for number in numbers]
-            if self._read_many is None
-            else self._read_many(numbers)
-        )
+        numbers = check_ids(ids, len(self)).tolist()
+        return self.collate(self._read_items(numbers), numbers)
+
+    def seeded(self, key: int) -> Source:
+        """Return the source for one epoch, whose random draws depend on `key` and the sample.
+
+        They do not depend on the other samples of the microbatch. Those of the collate function
+        depend on its first sample.
+        """
+        return cast(Source, _SeededReads(self, key))
+
+    def read_seeded(self, ids: np.ndarray, key: int) -> Batch:
+        """Read samples with the draws that `seeded` describes. Sets the global random states.
+
+        The states are seeded for each sample once the dataset has drawn from them.
+        """
+        numbers = check_ids(ids, len(self)).tolist()
+        return self.collate(self.samples_of(numbers, key), numbers)
+
+    @property
+    def collates(self) -> bool:
+        """True if a collate function was given."""
+        return self._own_collate is not None
+
+    def samples_of(self, numbers: list[int], key: int) -> list[Any]:
+        """Read samples as `read_seeded` does, and seed the random states to collate them."""
+        items, wanted = None, SeededIds(numbers, key)
+        if not self._has_drawn:
+            before = read_states()
+            items = self._read_items(numbers)
+            self._has_drawn = read_states() != before
+        wanted.seed()
+        if self._has_drawn or items is None:
+            items = self._read_items(wanted)
+            wanted.seed()
+        return items
+
+    def _read_items(self, numbers: list[int]) -> list[Any]:
+        items = read_items(self._dataset, numbers)
         if len(items) != len(numbers):
             raise DataError(
                 (
@@ -83,12 +117,77 @@ class TorchDataset:
                 ),
                 hint="return a list with one item for each number, in the same order",
             )
-        return self._collate(items)
+        return items
+
+    def collate(self, items: list[Any], numbers: list[int]) -> Batch:
+        """Return the items of the samples `numbers` as a batch.
+
+        Raises DataError, with these numbers, if the collate function fails.
+        """
+        collate = self._own_collate or torch.utils.data.default_collate
+        try:
+            return collate(items)
+        except (SurefootError, MemoryError, OSError):
+            raise
+        except Exception as error:
+            name = getattr(collate, "__qualname__", type(collate).__qualname__)
+            raise DataError(
+                f"{name} failed for the samples {_describe_shapes(items, numbers)}: "
+                f"{type(error).__name__}: {error}",
+                hint="add the method collate(samples) to the task: it returns a batch from a list "
+                "of samples, such as a padded one"
+                if self._own_collate is None
+                else "check the collate function with these samples; --traceback shows its line",
+            ) from error
 
     def describe(self) -> str:
         return f"{len(self):,} samples of {type(self._dataset).__name__}"
 
 
+class _SeededReads:
+    """A `TorchDataset` in an epoch: what it draws depends on `key` and the sample."""
+
+    def __init__(self, source: TorchDataset, key: int) -> None:
+        self._source, self._key = source, key
+
+    def read(self, ids: np.ndarray) -> Batch:
+        return self._source.read_seeded(ids, self._key)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+def read_items(dataset: Any, ids: list[Any]) -> list[Any]:
+    """Read the samples of a map-style dataset, with one call if it has `__getitems__`."""
+    many = getattr(dataset, "__getitems__", None)
+    return list(many(ids)) if many is not None else [dataset[each] for each in ids]
+
+
+def _describe_shapes(items: list[Any], numbers: list[int]) -> str:
+    """Return the first of `numbers`, with the shapes of the tensors and arrays in their items."""
+    shapes = (
+        " ".join(str(tuple(each.shape)) for each in find_arrays(item)) or type(item).__name__
+        for item in items
+    )
+    shown = [f"{number}: {shape}" for number, shape in zip(numbers[:SHOWN], shapes, strict=False)]
+    return ", ".join([*shown, *["..."] * (len(numbers) > SHOWN)])
+
+
+def without_nesting(dataset: Any) -> Any:
+    """Return a `Subset` of a `Subset` as one, which draws for each sample by itself.
+
+    `__getitems__` of an outer one reads all indices before the first sample.
+    """
+    while type(dataset) is Subset and type(dataset.dataset) is Subset:
+        inner = dataset.dataset
+        dataset = Subset(inner.dataset, [inner.indices[each] for each in dataset.indices])
+    return dataset
+
+
+SHOWN = 8  # samples in a message
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
 INSTEAD = {  # what is often given instead of a source, and a hint
     str: (
@@ -101,12 +200,17 @@ INSTEAD = {  # what is often given instead of a source, and a hint
 }
 
 
-def as_source(given: Any) -> Source:
+def as_source(given: Any, collate: Callable[[list[Any]], Batch] | None = None) -> Source:
     """Convert the value that a task's `data` returned to a source.
 
     A source is returned unchanged. Tensors, arrays, series and data frames of pandas (also in a
     tuple or a dict), a map-style dataset or an iterable of batches are wrapped. Rows of pandas are
     read by position, whatever their index.
+
+    Args:
+        given: The value.
+        collate: Function from a list of samples of a map-style dataset to a batch; None for torch's
+            `default_collate`.
 
     Raises:
         DataError: For anything else.
@@ -120,7 +224,7 @@ def as_source(given: Any) -> Source:
         return Iterated(given)
     if not isinstance(given, tuple(INSTEAD)) and not hasattr(given, "__fspath__"):
         if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
-            return TorchDataset(given)
+            return TorchDataset(given, collate)
         if isinstance(given, Iterable):
             return Iterated(given)
     raise DataError(

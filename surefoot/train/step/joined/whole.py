@@ -268,6 +268,7 @@ def check(spec: RunSpec, updates: list[LiveUpdate], policy: Policy, model: nn.Mo
     problems = {
         f"several updates ({len(updates)})": len(updates) > 1,
         "train.microbatch, which makes a step several microbatches": is_cut,
+        "train.accumulate, which makes a step several microbatches": spec.train.accumulate > 1,
         "train.ramp": bool(spec.train.ramp),
         "memory.update_in_backward": memory.update_in_backward,
         'memory.on_oom = "halve", which makes a step several microbatches': memory.on_oom
