@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from surefoot.components.data.blocks import BlockShuffle, Order, measure_mixing
-from surefoot.components.data.feed import Feed, to_device
+from surefoot.components.data.feed import Feed, StreamShard, to_device
 from surefoot.components.data.order import Keys
 from surefoot.components.data.remote.fetch import RetryPolicy
 from surefoot.components.data.remote.shards import Remote
@@ -58,6 +58,7 @@ __all__ = [
     "Resize",
     "RetryPolicy",
     "Safetensors",
+    "StreamShard",
     "Synthetic",
     "Table",
     "TarStream",

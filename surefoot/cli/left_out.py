@@ -31,7 +31,7 @@ def _name_keys(text: str) -> tuple[str, ...]:
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "task": ("task.use",),
     "step": _name_keys("""
-        data: folder shuffle window last_batch draws on_bad max_bad
+        data: folder shuffle window shards last_batch draws on_bad max_bad
         optim: name lr weight_decay betas eps momentum nesterov trust_coefficient reference_batch
         optim: scaling clip clip_value no_decay lr_multipliers freeze fused state
         optim: ema ema_ramp ema_buffers

@@ -151,7 +151,7 @@ def evaluate_run(
     """
     warnings = list[str]()
     model, task, spec, used = load_with_task(run, step, data=data, use=use, warnings=warnings)
-    name = split or spec.evaluate.split
+    name = split or spec.evaluate.first_split
     device = torch.device("cpu")
     source = read_split(task, name)
     own = _own_precision(run, spec)
@@ -243,7 +243,7 @@ def predict_run(
         )
     warnings = list[str]()
     model, task, spec, used = load_with_task(run, step, data=data, use=use, warnings=warnings)
-    name = split or spec.evaluate.split
+    name = split or spec.evaluate.first_split
     path = output or run / f"predictions-{name}.safetensors"
     outputs = Outputs()
     device = torch.device("cpu")
@@ -347,7 +347,7 @@ def _export(
     run: Path, step: str, to: Path, kind: export.Format, data: str | None, use: str | None
 ) -> tuple[export.ExportResult, int]:
     model, task, spec, used = load_with_task(run, step, data=data, use=use)
-    source, device = _read_any(task, spec.evaluate.split), torch.device("cpu")
+    source, device = _read_any(task, spec.evaluate.first_split), torch.device("cpu")
     samples = [
         next(iter(batches(source, min(size, len(source)), device))) for size in EXPORT_BATCHES
     ]

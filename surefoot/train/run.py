@@ -97,7 +97,7 @@ class Run(RunFacts):
 
     def evaluate(self, split: str | None = None) -> Evaluation:
         """Evaluate the current weights on `split` (default: the spec's); save them if best."""
-        return self._check_open().evaluate(split or self.spec.evaluate.split)
+        return self._check_open().evaluate(split or self.spec.evaluate.first_split)
 
     def save(self) -> None:
         """Save a checkpoint of this step now; return once it is on disk or has failed."""
@@ -141,10 +141,10 @@ class Run(RunFacts):
 
 
 def drive(run: Run) -> None:
-    """Take all steps of an open run; evaluate at the interval of the spec and at the end."""
+    """Take all steps of an open run; evaluate at the intervals of the spec and at the end."""
     for _ in run.steps():
-        if run.evaluation_due:
-            run.evaluate()
-    is_due = run.evaluates and run.step > run.last_evaluated
-    if is_due and run.is_stopping != "interrupted":
-        run.evaluate()
+        for split in run.splits_due:
+            run.evaluate(split)
+    if run.step and run.is_stopping != "interrupted":
+        for split in run.splits_left:
+            run.evaluate(split)

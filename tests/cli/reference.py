@@ -50,7 +50,7 @@ def _values(schema: Mapping[str, Any], is_duration: bool) -> str:
     if "enum" in schema:
         return ", ".join(_toml(one) for one in schema["enum"])
     if is_duration:
-        return "duration"
+        return "list of durations" if schema["type"] == "array" else "duration"
     if schema["type"] == "array":
         inside = schema.get("prefixItems") or [schema["items"]]
         if inside[0].get("type") == "array":

@@ -67,6 +67,7 @@ EDITS = {
     "data.shuffle": (False, "fork"),
     "data.last_batch": ("drop", "fork"),
     "data.draws": ("sample", "fork"),
+    "data.shards": (4, "refused"),
     "data.on_bad": ("skip", "fork"),
     "data.window": (2, "fork"),
     "data.max_bad": (0.5, "fork"),

@@ -56,7 +56,7 @@ def test_the_same_spelling_comes_first() -> None:
             "optim.betas is (0.9, 0.9, 0.9)",
             "it should have at most 2 items, not 3",
         ),
-        ("[evaluate]\nsplit = ''", "evaluate.split is ''", "it should have at least 1 character"),
+        ("[evaluate]\nsplit = ''", "split = '' names no split", "name one split or more"),
         (
             "[optim.lr_multipliers]\n'head.*' = 'b'",
             "optim.lr_multipliers is 'b' for 'head.*'",

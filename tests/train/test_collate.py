@@ -265,3 +265,39 @@ def test_a_collate_method_that_is_not_used_is_named(tmp_path: Path) -> None:
     own = Method(None)
     own.dataset = DataLoader(TEXTS, 4, collate_fn=own.collate)  # type: ignore[arg-type]
     assert not any(words in each for each in train(tmp_path / "own", own)[2])
+
+
+@pytest.mark.parametrize("collate", [None, lambda samples: samples[0]])
+def test_a_trial_that_writes_into_its_batch_leaves_the_samples_as_they_are(
+    collate: Any, tmp_path: Path
+) -> None:
+    class Writes(Task):
+        def data(self, split: str) -> Any:
+            return held
+
+        def forward(self, model: nn.Module, batch: Any) -> Tensor:
+            made = super().forward(model, batch.clone())
+            batch.fill_(1e6)
+            return made
+
+    held = [torch.full((2,), float(number)) for number in range(8)]
+    task = Writes(held, collate)
+    spec = RunSpec(
+        train={"length": "1 steps", "batch": 1, "threads": 1}, observe={"tensorboard": False}
+    )
+    with Run(spec, task, folder=tmp_path / "run", quiet=True):
+        pass
+    assert [each.tolist() for each in held] == [[float(n)] * 2 for n in range(8)]
+
+
+def test_samples_of_a_wide_source_are_converted_and_drawn_alike() -> None:
+    from surefoot.components.data.loader.jobs import Reader
+    from surefoot.data import TorchDataset
+    from surefoot.prove.layouts.wide import WideSource
+
+    ids = np.arange(4)
+    plain = Reader(TorchDataset(Drawing()), None, 3)(0, ids).batch
+    wide: Any = WideSource(TorchDataset(Drawing()), lambda tensor: tensor.double() * 2)
+    found = Reader(wide, None, 3)(0, ids).batch
+    assert found[1].dtype == torch.float64
+    assert torch.equal(found[1], plain[1].double() * 2)

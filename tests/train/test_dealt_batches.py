@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 from surefoot import Run, RunSpec
 from surefoot.components.data.feed import Share
 from surefoot.components.data.loader.dealt import DealtLoader
-from surefoot.components.data.loader.division import Deal, SeededIds, make_deal
-from surefoot.components.data.loader.streams import streams_of_epoch
+from surefoot.components.data.loader.division import Deal, make_deal
+from surefoot.components.data.loader.streams import SeededIds, streams_of_epoch
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.contract import loop_ledger
 from surefoot.core.errors import OtherDataError, SpecError, SurefootError

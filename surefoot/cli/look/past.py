@@ -101,9 +101,10 @@ class Past:
 
     @property
     def scored(self) -> list[Evaluated]:
-        """Evaluations on the split `evaluate.split`, which decide the score of the run."""
+        """Evaluations of the first split of `evaluate.split`, which decide the score of the run."""
         stated = self.started.spec.get("evaluate")
         split = stated.get("split", "test") if isinstance(stated, Mapping) else "test"
+        split = split if isinstance(split, str) else split[0]
         return [each for each in self.evaluations if each.split == split]
 
     @property

@@ -218,7 +218,7 @@ def _check_every(spec: RunSpec, scale: Scale) -> tuple[int, Scale]:
     A plateau schedule depends on evaluations. If there are none, or their interval is given in
     seconds, 20 evaluations are assumed, and the returned scale lists this assumption.
     """
-    text = spec.evaluate.every
+    text = spec.evaluate.intervals[spec.evaluate.first_split]
     if text != "never" and Duration.parse(text).unit != "s":
         return max(1, scale.to_steps(text)), scale
     every = max(1, scale.total_steps // 20)

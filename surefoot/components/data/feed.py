@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -73,6 +74,24 @@ class Share(NamedTuple):
 
 
 WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class StreamShard:
+    """Part of a stream that a task's `data(split, shard)` returns.
+
+    The parts together have all samples of the stream, each once.
+
+    Args:
+        index: Number of this part, from 0.
+        count: Number of parts.
+    """
+
+    index: int = 0
+    count: int = 1
+
+
+ALL_OF_STREAM = StreamShard()
 
 
 class Feed:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from surefoot.contract.spec.values import (
+    EACH,
     Count,
     DurationText,
     Fraction,
@@ -51,6 +52,13 @@ class DataTable(SpecTable):
         description=(
             "Number of shards whose samples are shuffled together, for sources that have "
             "shards; none: all shards."
+        ),
+    )
+    shards: Positive | None = Field(
+        None,
+        description=(
+            "Number of shards of a stream: a step has a batch of each, and ranks share them; the "
+            "task's `data(split, shard)` returns one. None: one for each rank."
         ),
     )
     last_batch: Literal["keep", "drop"] = Field(
@@ -338,18 +346,18 @@ class TrainTable(SpecTable):
 
 
 class EvaluateTable(SpecTable):
-    split: str = Field(
+    split: str | tuple[str, ...] = Field(
         "test",
-        min_length=1,
         description=(
-            "Split that is evaluated during training; the task's `data(split)` returns it."
+            "Split that is evaluated during training, or several; the task's `data(split)` "
+            "returns it. The first one decides the score and the best checkpoint."
         ),
     )
-    every: DurationText | Never = Field(
+    every: Annotated[DurationText | Never | tuple[DurationText, ...], EACH] = Field(
         "1 epoch",
         description=(
-            "Interval between evaluations; the end of the run is evaluated too; never: the run "
-            "evaluates nothing."
+            "Interval between evaluations, or one for each split; the end of the run is evaluated "
+            "too; never: the run evaluates nothing."
         ),
     )
     batch: Positive | None = Field(None, description="Batch size of evaluation; none: train.batch.")
@@ -362,6 +370,36 @@ class EvaluateTable(SpecTable):
     patience: Positive | None = Field(
         None, description="Stop after this many evaluations without a better score."
     )
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        return (self.split,) if isinstance(self.split, str) else self.split
+
+    @property
+    def first_split(self) -> str:
+        """Split that decides the score."""
+        return self.splits[0]
+
+    @property
+    def intervals(self) -> dict[str, str]:
+        """Interval of each split."""
+        given = self.every
+        texts = (given,) * len(self.splits) if isinstance(given, str) else given
+        return dict(zip(self.splits, texts, strict=True))
+
+    @model_validator(mode="after")
+    def _check_splits(self) -> Self:
+        if not (self.split and all(self.splits)) or len(set(self.splits)) < len(self.splits):
+            given = self.split if isinstance(self.split, str) else list(self.split)
+            raise ValueError(
+                f"split = {given!r} names no split, or one of them twice; name one split or more"
+            )
+        if not isinstance(self.every, str) and len(self.every) != len(self.splits):
+            raise ValueError(
+                f"every = {list(self.every)} has {len(self.every)} intervals for "
+                f"{len(self.splits)} splits; give one for all of them, or one for each"
+            )
+        return self
 
 
 class CheckpointTable(SpecTable):

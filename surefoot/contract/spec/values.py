@@ -59,8 +59,14 @@ def _some_bytes(text: str) -> None:
         )
 
 
+def _some_durations(given: Any) -> None:
+    for text in given if isinstance(given, tuple | list) else ():
+        Duration.parse(text)
+
+
 Size = Annotated[str, checked_by(_some_bytes)]
 DurationText = Annotated[str, checked_by(Duration.parse), AfterValidator(_canonical_duration)]
+EACH = checked_by(_some_durations)  # for a duration or a list of durations
 TimeText = Annotated[str, checked_by(_some_time), AfterValidator(_canonical_duration)]
 Never = Annotated[
     Literal["never"], BeforeValidator(lambda given: "never" if given is None else given)

@@ -61,7 +61,7 @@ class Wide:
 
     def data(self, split: str) -> Source:
         with _pause(self._record):
-            source = as_source(self._task.data(split))
+            source = as_source(self._task.data(split), getattr(self._task, "collate", None))
             if isinstance(source, Iterated) and source.loader is not None:
                 loader = copy.copy(source.loader)
                 convert = _Converting(loader.collate_fn, self._convert, self._record)
@@ -100,6 +100,13 @@ class WideSource:
     def read(self, ids: np.ndarray) -> Batch:
         with _pause(self._record):
             return map_tensors(self._source.read(ids), self._convert)
+
+    def seeded(self, key: int) -> Source:
+        source: Any = self._source
+        if hasattr(type(source), "seeded"):
+            source = source.seeded(key)
+        made: Any = WideSource(source, self._convert, self._record)
+        return made  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._source, name)

@@ -136,15 +136,18 @@ class Assembly:
         )
 
     @property
-    def evaluate_every(self) -> str:
-        """Interval between evaluations: that of the spec.
+    def evaluation_intervals(self) -> dict[str, str]:
+        """Interval of each split that the run evaluates.
 
         The default, an epoch, is 5 % of a run whose data have no length.
         """
         source, table = self.feed.source, self.spec.evaluate
+        if not self.evaluates:
+            return {}
         is_endless = isinstance(source, Iterated) and source.repeats
-        is_given = "every" in table.model_fields_set
-        return "5 %" if is_endless and not is_given else table.every
+        if is_endless and "every" not in table.model_fields_set:
+            return dict.fromkeys(table.splits, "5 %")
+        return table.intervals
 
     @property
     def is_even(self) -> bool:

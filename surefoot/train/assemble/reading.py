@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from surefoot.components.data.blocks import Order
-from surefoot.components.data.feed import WHOLE, Feed, Share
+from surefoot.components.data.feed import ALL_OF_STREAM, WHOLE, Feed, Share, StreamShard
 from surefoot.components.data.lengths import check_ramp
 from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings, make_copier
 from surefoot.components.data.loader.jobs import Reader
@@ -34,22 +35,63 @@ from surefoot.core.ranks.pieces import check_divides, check_equal_passes, check_
 from surefoot.core.units import Duration, parse_bytes
 from surefoot.train.failure.blame import describe
 
-MIN_BATCHES = 4  # with fewer batches no worker is started
 LASTING_NOTE = (
     "the DataLoader has persistent_workers: after a restart, random numbers that are drawn in "
     "workers differ from the second epoch on; for the same numbers, set "
     'data.draws = "sample", or persistent_workers=False'
 )
+PARTS = (
+    "define data(self, split, shard), which returns part shard.index of shard.count of the stream"
+)
+MIN_BATCHES = 4  # with fewer batches no worker is started
 
 
-def read_split(task: ResolvedTask, split: str) -> Source:
-    """Return the task's data of `split`.
+def read_shards(task: ResolvedTask, spec: RunSpec, num_ranks: int) -> Source:
+    """Return the training data, in shards if the task's `data` has the parameter `shard`.
+
+    Raises as `read_split` does, and SpecError for `data.shards` without this parameter.
+    """
+    if not _takes_shard(task):
+        source = read_split(task, "train")
+        if spec.data.shards is not None and getattr(source, "num_shards", 1) == 1:
+            raise SpecError(
+                f"data.shards is {spec.data.shards}, but data(split) of task {task.name} has no "
+                "parameter shard",
+                hint=f"{PARTS}; or leave data.shards out",
+            )
+        return source
+    count = spec.data.shards or spec.layout.virtual_ranks or num_ranks
+    shards = [read_split(task, "train", StreamShard(index, count)) for index in range(count)]
+    if count == 1:
+        return shards[0]
+    from surefoot.components.data.loader.sharded import ShardedStream
+
+    streams = [each for each in shards if isinstance(each, Iterated) and each.loader is None]
+    if len(streams) < count:
+        raise SpecError(
+            f"data(split, shard) of task {task.name} returns samples by number: "
+            f"{shards[0].describe()}",
+            hint="define data(self, split), which returns all samples: ranks share their batches",
+        )
+    return ShardedStream(streams)
+
+
+def _takes_shard(task: ResolvedTask) -> bool:
+    try:
+        return "shard" in inspect.signature(task.task.data).parameters
+    except (TypeError, ValueError):  # not a function of Python
+        return False
+
+
+def read_split(task: ResolvedTask, split: str, shard: StreamShard = ALL_OF_STREAM) -> Source:
+    """Return the task's data of `split`; if its `data` has the parameter `shard`, this shard.
 
     Raises UnknownSplitError for a split that the task does not have, DataError for one that cannot
     be read, and TaskError for an error in the task's code.
     """
     try:
-        given = task.task.data(split)
+        read: Any = task.task.data
+        given = read(split, shard) if _takes_shard(task) else read(split)
         if given is None and split != "train":
             raise _unknown_split(task, split)
         return as_source(given, task.collate)
@@ -137,7 +179,8 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         ramp=train.ramp,
         share=share,
     )
-    feed.cut_keys = train.cut_keys
+    is_sharded = spec.data.shards is not None and isinstance(source, Iterated)
+    feed.cut_keys = (*train.cut_keys, *(["data.shards"] if is_sharded else []))
     return feed
 
 
@@ -182,6 +225,16 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
             f"gives whole batches: {source.describe()}",
             hint="leave it out, and set optim.lr for the batch size of the source",
         )
+    if source.num_shards > 1:
+        if size is not None:
+            raise SpecError(
+                f"train.microbatch is {size}, but a step has whole batches of "
+                f"{source.num_shards} shards of a stream",
+                hint="leave train.microbatch out, and return smaller batches",
+            )
+        stream: Any = source
+        stream.divide(num_batches, share)
+        return source, source.step_size
     if source.draws_by_sample:  # it is divided already
         return source, source.step_size
     why = _why_divided(spec, size, share)
@@ -209,9 +262,11 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
 def _how_to_divide(given: Any) -> str:
     """Return how batches are given whose samples are known."""
     if not isinstance(given, torch.utils.data.DataLoader):
-        return "give a DataLoader with a map-style dataset (with __getitem__ and __len__)"
+        return (
+            f"give a DataLoader with a map-style dataset (with __getitem__ and __len__); or {PARTS}"
+        )
     if isinstance(given.dataset, torch.utils.data.IterableDataset):
-        return "give its DataLoader a map-style dataset (with __getitem__ and __len__)"
+        return f"give its DataLoader a map-style dataset (with __getitem__ and __len__); or {PARTS}"
     if given.batch_sampler is None:
         return "give the DataLoader a batch_size"
     if not getattr(given, "in_order", True):
@@ -273,11 +328,8 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
 def describe_collate(task: ResolvedTask, source: Source) -> list[str]:
     """Return a note if the source of the training data does not call the task's `collate`."""
     loader = source.loader if isinstance(source, Iterated) else None
-    if (
-        task.collate is None
-        or isinstance(source, TorchDataset)
-        or getattr(loader, "collate_fn", None) == task.collate
-    ):
+    is_used = getattr(loader, "collate_fn", None) == task.collate
+    if task.collate is None or isinstance(source, TorchDataset) or is_used:
         return []
     return [
         (

@@ -49,6 +49,7 @@ from surefoot.train.assemble.reading import (
     make_feed,
     make_settings,
     needs_scores,
+    read_shards,
     read_split,
 )
 from surefoot.train.assemble.updates import make_curve, make_updates, schedule_of_task
@@ -155,7 +156,7 @@ def resolve_task(build: Build) -> None:
 
 
 def read_data(build: Build) -> None:
-    build.source = read_split(build.task, "train")
+    build.source = read_shards(build.task, build.spec, build.mesh.whole.size)
 
 
 def make_model(build: Build) -> None:
@@ -197,7 +198,7 @@ def wrap_blocks(build: Build) -> None:
 def evaluate_few_samples(build: Build) -> None:
     """Evaluate a few samples, unless it is known whether a higher or a lower score is better."""
     build.read = functools.cache(functools.partial(read_split, build.task))
-    spec, split = build.spec, build.spec.evaluate.split
+    spec, split = build.spec, build.spec.evaluate.first_split
     if spec.evaluate.every == "never":
         build.evaluates = False
     if build.better or not build.evaluates:
@@ -214,18 +215,21 @@ def evaluate_few_samples(build: Build) -> None:
             "set evaluate.split"
         )
         return
+    sources = {split: source, **{each: build.read(each) for each in spec.evaluate.splits[1:]}}
     with preserve_attributes(build.task.task):
-        build.tried = try_out(
-            build.model,
-            watched,
-            Sound(source) if spec.data.on_bad == "skip" else source,
-            split=split,
-            score=spec.evaluate.score,
-            device=build.device,
-            batch=spec.evaluate.batch or spec.train.batch,
-            # weights stored in bf16 cannot compute in fp32
-            precision=spec.precision.weights,
-        )
+        for name, each in sources.items():
+            tried = try_out(
+                build.model,
+                watched,
+                Sound(each) if spec.data.on_bad == "skip" else each,
+                split=name,
+                score=spec.evaluate.score,
+                device=build.device,
+                batch=spec.evaluate.batch or spec.train.batch,
+                # weights stored in bf16 cannot compute in fp32
+                precision=spec.precision.weights,
+            )
+            build.tried = build.tried or tried
 
 
 def make_course(build: Build) -> None:
@@ -346,6 +350,7 @@ def compile_parts(build: Build) -> None:
 def collect_messages(build: Build) -> None:
     """Collect the notes that are printed at the start."""
     spec, feed, device = build.spec, build.feed, build.device
+    judged = build.read(spec.evaluate.first_split) if build.tried else None
     build.told += [
         *build.modes,
         *build.kept,
@@ -356,7 +361,7 @@ def collect_messages(build: Build) -> None:
         *describe_short_batch(spec, feed),
         *describe_workers(feed.source),
         *describe_collate(build.task, feed.source),
-        *describe_idle(spec, feed.source, build.read(spec.evaluate.split) if build.tried else None),
+        *describe_idle(spec, feed.source, judged),
     ]
     if spec.compile.what != "none":
         from surefoot.train.record.compiling import describe_mode

@@ -40,7 +40,7 @@ from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import RecomputeChoice
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
-from surefoot.train.assemble.reading import make_feed, read_split
+from surefoot.train.assemble.reading import make_feed, read_shards
 from surefoot.train.assemble.sharding import check_keys
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight.rank_memory import (
@@ -137,7 +137,7 @@ def predict(
     spec = with_largest_batch(
         spec.replace_all({**tables, "memory": {**tables.get("memory", {}), "offload": "none"}})
     )
-    source = read_split(resolved, "train") if source is None else source
+    source = read_shards(resolved, spec, layout.world_size) if source is None else source
     batches = _read(spec, resolved, source, layout.world_size)
     if spec.optim.state == "8bit":
         load_codes()  # these tables are real tensors

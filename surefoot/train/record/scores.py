@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.observe.memory_use import peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.state import Timing
@@ -19,17 +20,34 @@ if TYPE_CHECKING:
     from surefoot.train.session.session import RunSession
 
 
+class _Interval:
+    """Interval between two evaluations, in steps or as a time."""
+
+    def __init__(self, course: RunSchedule, text: str) -> None:
+        every = course.duration(text)
+        self._every_s = every.value if every.unit == "s" else None
+        self._rhythm = None if self._every_s is not None else course.rhythm(text)
+        self.begin()
+
+    def begin(self) -> None:
+        self._last_s = time.perf_counter()
+
+    def is_due(self, step: int) -> bool:
+        if self._rhythm is not None:
+            return self._rhythm(step)
+        return self._every_s is not None and time.perf_counter() - self._last_s >= self._every_s
+
+
 class Scores:
     """Evaluation schedule, best and last result, and early stopping of a run."""
 
     def __init__(self, assembly: Assembly) -> None:
         self._assembly = assembly
-        text, self._every_s, self._rhythm = assembly.evaluate_every, None, None
-        if assembly.evaluates:
-            every = assembly.course.duration(text)
-            self._every_s = every.value if every.unit == "s" else None
-            self._rhythm = None if self._every_s is not None else assembly.course.rhythm(text)
-        self._last_s = time.perf_counter()
+        self._intervals = {
+            split: _Interval(assembly.course, text)
+            for split, text in assembly.evaluation_intervals.items()
+        }
+        self._steps: dict[str, int] = {}  # last evaluated step of each split
         self._since_best = 0
         self.best: Evaluation | None = None
         self.best_step: int | None = None
@@ -50,6 +68,7 @@ class Scores:
             "since_best": self._since_best,
             "last": _without_time(self.last),
             "last_step": self.last_step,
+            "steps": self._steps,
             "owed": self.owed,
             "num_items": self.num_items,
         }
@@ -63,6 +82,9 @@ class Scores:
         self.last = Evaluation(**state["last"]) if state["last"] else None
         self.best_step = state["best_step"]
         self.last_step = state["last_step"]
+        first = self._assembly.spec.evaluate.first_split
+        # an older version saved the step of the first split alone
+        self._steps = dict(state.get("steps", {first: self.last_step}))
         self._since_best = state["since_best"]
         self.owed, self.num_items = state.get("owed"), state.get("num_items")
 
@@ -91,14 +113,24 @@ class Scores:
         owed, self.owed = self.owed, None
         return owed
 
-    def is_due(self, step: int) -> bool:
-        if self._rhythm is not None:
-            return self._rhythm(step)
-        return self._every_s is not None and time.perf_counter() - self._last_s >= self._every_s
+    def due(self, step: int, *, is_last: bool = False) -> tuple[str, ...]:
+        """Return the splits that are due after a step; at the end of the run, all of them."""
+        return tuple(
+            split for split, interval in self._intervals.items() if is_last or interval.is_due(step)
+        )
+
+    def left(self, step: int) -> tuple[str, ...]:
+        """Return the splits that were not evaluated after `step`."""
+        return tuple(split for split in self._intervals if self._steps.get(split) != step)
+
+    def note(self, split: str, step: int) -> None:
+        """Record that a split was evaluated after a step."""
+        if split in self._intervals:
+            self._intervals[split].begin()
+            self._steps[split] = step
 
     def add(self, step: int, result: Evaluation) -> bool:
         """Add an evaluation and advance a plateau schedule; return whether it is the best."""
-        self._last_s = time.perf_counter()
         self.last, self.last_step = result, step
         self._assembly.schedule.observe(math.nan if result.value is None else result.value)
         if result.value is None or not math.isfinite(result.value) or not self._is_better(result):

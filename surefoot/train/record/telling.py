@@ -190,12 +190,15 @@ class Telling(RunLog):
             self.fault(GuardFault(step, "compile", action, detail))
         compiling.raise_if_over()
 
-    def log_evaluation(self, event: events.Evaluated, epoch: float, result: Evaluation) -> None:
-        """Record an evaluation and print its score."""
+    def log_evaluation(
+        self, event: events.Evaluated, epoch: float, result: Evaluation, *, names_split: bool
+    ) -> None:
+        """Record an evaluation and print its score; with `names_split`, the split too."""
         with self._clock.within(LOGGING):
             self.write(event)
             unit = result.units.get(result.score, "")
-            self.console.evaluated(event.step, epoch, result.score, result.value, unit, event.best)
+            name = f"{event.split} {result.score}" if names_split else result.score
+            self.console.evaluated(event.step, epoch, name, result.value, unit, event.best)
 
     def give_up(self, what: str, error: StorageError, step: int) -> None:
         """Record and print that the output `what` is dropped because of a storage error."""

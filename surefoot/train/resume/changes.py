@@ -158,6 +158,7 @@ RULES = (
         "fork",
         "the data order is that of the new seed from the first new step",
     ),
+    ChangeRule("data.shards", "refused", "a checkpoint has a position in each shard"),
     ChangeRule("data.*", "fork", "the data order differs from the first new step"),
     ChangeRule("evaluate.split", "fork", "the best score is reset"),
     ChangeRule("evaluate.score", "fork", "the best score is reset"),
@@ -351,9 +352,15 @@ def _switches_average(change: Change) -> bool:
 def starts_scores_anew(changes: Sequence[Change]) -> bool:
     """Return whether an evaluation now measures a different quantity than before."""
     return any(
-        change.key in ("evaluate.split", "evaluate.score") or change.key.startswith("task.")
+        change.key == "evaluate.score"
+        or change.key.startswith("task.")
+        or (change.key == "evaluate.split" and _first(change.was) != _first(change.now))
         for change in changes
     )
+
+
+def _first(split: Any) -> Any:
+    return split if isinstance(split, str) else split[0]
 
 
 def changes_settings(changes: Sequence[Change]) -> bool:

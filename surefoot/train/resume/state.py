@@ -112,13 +112,9 @@ class LiveState:
         return (
             self._sharded is not None
             or bool(unsent.powersgd_state_of(self._ranks, self._names))
-            or self._has_words
+            or rank_state.has_words(self._group, self._assembly.task)
+            or rank_state.has_shards(self._group, self._assembly)
         )
-
-    @property
-    def _has_words(self) -> bool:
-        """True if several ranks train and the task defines `state_on_ranks`."""
-        return not self._group.is_alone and bool(self._assembly.task.state_on_ranks)
 
     @property
     def _group(self) -> Group:
@@ -130,12 +126,11 @@ class LiveState:
         Every rank must call this. Raises NumbersError if ranks differ in an entry that the task
         declares replicated.
         """
-        found = (
-            rank_state.gather(self._group, self._assembly.task)
-            if self._has_words
-            else rank_state.PerRankState()
+        found = rank_state.gather(self._group, self._assembly.task)
+        return found._replace(
+            tensors=found.tensors | unsent.gather(self._ranks, self._names),
+            shards=rank_state.gather_shards(self._group, self._assembly),
         )
-        return found._replace(tensors=found.tensors | unsent.gather(self._ranks, self._names))
 
     def take(
         self,
@@ -152,7 +147,8 @@ class LiveState:
         """
         self._assembly.trained.take_new(self._assembly)
         weights, moving = self._weights()
-        skeleton, tensors = self._split(more)
+        of_ranks = of_ranks or rank_state.PerRankState()
+        skeleton, tensors = self._split(rank_state.join_shards(more, of_ranks.shards))
         of_optimizer = {
             name: tensor for name, tensor in tensors.items() if name.startswith(OPTIMIZER_ROOT)
         }
@@ -168,7 +164,6 @@ class LiveState:
             **({} if self._sharded is not None else index_weights(weights, moving)),
             **write_config(self._model),
         }
-        of_ranks = of_ranks or rank_state.PerRankState()
         gathered, texts = of_ranks.tensors, texts | of_ranks.texts
         finite = {
             name for name, parameter in self._model.named_parameters() if parameter.requires_grad

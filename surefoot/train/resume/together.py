@@ -127,7 +127,10 @@ def check_shared(spec: RunSpec) -> None:
             "it compares a microbatch with its batch on one rank",
         ),
         "data.on_bad": (spec.data.on_bad == "skip", "each rank would leave out different samples"),
-        "evaluate.every": (_is_time(spec, spec.evaluate.every), "clocks differ between ranks"),
+        "evaluate.every": (
+            any(_is_time(spec, text) for text in spec.evaluate.intervals.values()),
+            "clocks differ between ranks",
+        ),
         "layout.check_every": (
             _is_time(spec, spec.layout.check_every),
             "clocks differ between ranks",
@@ -204,14 +207,15 @@ def check_alike(group: Group, assembly: Assembly, program: Program, run: object 
         assembly.engine.steps.collectives.ranks,
     )
     tried = assembly.tried
-    judged = None if tried is None else assembly.evaluation(tried.split)
+    splits = () if tried is None else assembly.spec.evaluate.splits
+    judged = [assembly.evaluation(split) for split in splits]
     facts = {
         "spec": assembly.spec.id,
         "code of the task": program.digest[:16],
         "data": source.digest[:16],
         "number of samples": str(len(source)),
-        "data of the evaluation": "" if judged is None else judged.digest[:16],
-        "samples of the evaluation": "" if judged is None else str(len(judged)),
+        "data of the evaluation": ", ".join(each.digest[:16] for each in judged),
+        "samples of the evaluation": ", ".join(str(len(each)) for each in judged),
         "metrics": "" if tried is None else ", ".join(sorted(tried.metrics)),
         "run folder": "" if run is None else str(run),
         "steps of an epoch": str(feed.steps_per_epoch),

@@ -98,8 +98,18 @@ class RunFacts:
 
     @property
     def evaluation_due(self) -> bool:
-        """True if an evaluation is due after this step, by the spec's interval or at the end."""
-        return self.session.progress.is_evaluation_due()
+        """True if an evaluation of the first split is due after this step, as in `splits_due`."""
+        return self.session.assembly.spec.evaluate.first_split in self.splits_due
+
+    @property
+    def splits_due(self) -> tuple[str, ...]:
+        """Splits whose evaluation is due after this step, by the spec's intervals or at the end."""
+        return self.session.progress.splits_due()
+
+    @property
+    def splits_left(self) -> tuple[str, ...]:
+        """Splits of the spec that were not evaluated after this step."""
+        return self.session.progress.scores.left(self.session.progress.step)
 
     @property
     def is_stopping(self) -> str | None:

@@ -93,10 +93,10 @@ class Progress:
         """Return the score of this step for its manifest; None if it was not evaluated."""
         return self.scores.score_of(self.step)
 
-    def is_evaluation_due(self) -> bool:
-        """Return whether an evaluation is due after this step, by the spec's interval or end."""
+    def splits_due(self) -> tuple[str, ...]:
+        """Return the splits that are due after this step, by the spec's intervals or at the end."""
         is_last = self.step == self._assembly.course.total_steps
-        return self.scores.is_due(self.step) or (is_last and self._assembly.evaluates)
+        return self.scores.due(self.step, is_last=is_last)
 
     @property
     def _loader(self) -> Any:
@@ -161,6 +161,9 @@ class RunSession:
         if (owed := self.progress.scores.take_owed()) is not None:
             self.keeper.saved_step = 0  # so that the step is saved again, with it
             self.evaluate(owed)
+            for split in self.progress.splits_due():
+                if split in self.progress.scores.left(self.progress.step):
+                    self.evaluate(split)
         self._first_step = self.progress.step + 1
         self._meter.restart_clock()
         take_step = make_step_function(self.assembly, self.telling, self.home)
@@ -238,10 +241,13 @@ class RunSession:
         with self._clock.within(phases.EVALUATION):
             self.close_window()
             result = self._evaluate(split)
-            step, counts = self.progress.step, split == self.assembly.spec.evaluate.split
+            step, counts = self.progress.step, split == self.assembly.spec.evaluate.first_split
+            self.progress.scores.note(split, step)
             best = counts and self.progress.scores.add(step, result)
             event = result.as_event(self.lock.generation, step, best=best)
-            self.telling.log_evaluation(event, self.assembly.feed.epoch_of(step), result)
+            names_split = not counts or len(self.assembly.spec.evaluate.splits) > 1
+            epoch = self.assembly.feed.epoch_of(step)
+            self.telling.log_evaluation(event, epoch, result, names_split=names_split)
             if best:
                 self._commit(copied=True)
             if counts and (reason := self.progress.scores.reason_to_stop()):

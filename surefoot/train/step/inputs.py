@@ -36,7 +36,7 @@ class InputReader:
         self.feed, self._task, self._seed, self._device = feed, task, seed, device
         self._clock, self._collectives = clock, collectives
         self._counts_rows = isinstance(feed.source, Iterated)  # its ids are whole batches
-        self._is_divided = isinstance(feed.source, Iterated) and feed.source.draws_by_sample
+        self._is_divided = isinstance(feed.source, Iterated) and feed.source.is_divided
         # on the device of the model; on a CPU the reader of the samples augments
         self._augments = task.augment is not None and device.type != "cpu"
         augment = None if self._augments else task.augment

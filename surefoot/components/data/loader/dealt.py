@@ -40,7 +40,7 @@ class DealtLoader(Iterated):
         DataError: If the samples of its batches are not known, as for a stream.
     """
 
-    draws_by_sample = True
+    draws_by_sample = is_divided = True
 
     def __init__(self, source: Iterated, deal: Deal) -> None:
         if (loader := source.loader) is None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -113,12 +113,12 @@ def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> S
     with samples by number depend on the epoch and the sample; any other source is returned
     unchanged. With `keep`, samples are read for a check, and are not consumed.
     """
-    if (seeded := getattr(source, "seeded", None)) is not None:
-        by_sample: Source = seeded(derive(seed, epoch))
-        return by_sample
-    at = getattr(source, "at", None)
-    made: Source = source if at is None else at(epoch, streams_of_epoch(seed, epoch), keep=keep)
-    return made
+    made: Any = source
+    if hasattr(source, "at"):
+        made = made.at(epoch, streams_of_epoch(seed, epoch), keep=keep)
+    elif hasattr(type(source), "seeded"):  # a wrapper of a source wraps the result itself
+        made = made.seeded(derive(seed, epoch))
+    return cast(Source, made)
 
 
 def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:

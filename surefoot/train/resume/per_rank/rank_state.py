@@ -3,10 +3,13 @@
 "replicated" entries are compared between ranks at each save. "per_rank" entries are saved and
 restored for each rank. The entries of rank 0 are in `state.json`, as on one rank. Those of the
 other ranks are in `task-ranks.json`, and their tensors in `task-rank-<rank>.safetensors`.
+
+The shards of a stream, which only the ranks that read them have, are all in `state.json`.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import math
@@ -14,6 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from safetensors import torch as safetensors
 from torch import Tensor
 
 from surefoot.components import checkpoint
@@ -25,17 +29,23 @@ if TYPE_CHECKING:
     from surefoot.contract.spec import RunSpec
     from surefoot.contract.task import ResolvedTask
     from surefoot.runtime.comm.group import Group
+    from surefoot.train.assemble import Assembly
 
 TREES = "task-ranks.json"
+SOURCE, SHARDS = "source", "shards"  # where the state of the loader has them
 OF_RANK = "task-rank-"  # prefix of the safetensors files
 DTYPES = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class PerRankState(NamedTuple):
-    """State of the other ranks that rank 0 writes into a checkpoint: tensors and texts, by file."""
+    """State of the other ranks that rank 0 writes into a checkpoint: tensors and texts, by file.
+
+    `shards` are the states of their shards of a stream, by index.
+    """
 
     tensors: dict[str, dict[str, Tensor]] = {}  # noqa: RUF012 - never changed
     texts: dict[str, bytes] = {}  # noqa: RUF012
+    shards: dict[str, Any] = {}  # noqa: RUF012
 
 
 def is_of_task(file: str) -> bool:
@@ -138,12 +148,19 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().contiguous()
 
 
+def has_words(group: Group, task: ResolvedTask) -> bool:
+    """Return whether several ranks train and the task defines `state_on_ranks`."""
+    return not group.is_alone and bool(task.state_on_ranks)
+
+
 def gather(group: Group, task: ResolvedTask) -> PerRankState:
     """Compare the replicated entries, and send the per-rank entries to rank 0.
 
     Every rank must call this. Raises NumbersError on all ranks if a replicated entry differs from
     that on rank 0.
     """
+    if not has_words(group, task):
+        return PerRankState()
     facts = digest_replicated(task)
     if facts and (apart := group.check_equal(facts)):
         name, rank, _, _ = apart[0]
@@ -238,3 +255,39 @@ def read(group: Group, task: ResolvedTask, commit: Commit) -> dict[str, Any]:
     tensors = commit.read(file) if file in commit.names("") else {}
     found: dict[str, Any] = checkpoint.join(skeleton, tensors, commit.folder)
     return found
+
+
+# ---- shards of a stream
+
+
+def has_shards(group: Group, assembly: Assembly) -> bool:
+    """Return whether each rank reads shards of its own."""
+    return not group.is_alone and getattr(assembly.feed.source, "num_shards", 1) > 1
+
+
+def gather_shards(group: Group, assembly: Assembly) -> dict[str, Any]:
+    """Return the states of the shards of all other ranks, on rank 0. Every rank must call this."""
+    if not has_shards(group, assembly):
+        return {}
+    source: Any = assembly.feed.source
+    try:
+        skeleton, tensors = checkpoint.split(source.state_dict()[SHARDS])
+    except TaskError:
+        source.forget_states()
+        skeleton, tensors = checkpoint.split(source.state_dict()[SHARDS])
+    held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    mine = json.dumps([skeleton, base64.b64encode(safetensors.save(held)).decode()])
+    found: dict[str, Any] = {}
+    texts = group.exchange(mine)
+    for text in texts[1:] if group.is_first else ():
+        skeleton, content = json.loads(text)
+        found |= checkpoint.join(skeleton, safetensors.load(base64.b64decode(content)))
+    return found
+
+
+def join_shards(more: Mapping[str, Any], others: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of the run with the shards of the other ranks."""
+    if not others:
+        return more
+    source = more[SOURCE]
+    return {**more, SOURCE: {**source, SHARDS: {**source[SHARDS], **others}}}
