@@ -97,12 +97,9 @@ def read_split(task: ResolvedTask, split: str, shard: StreamShard = ALL_OF_STREA
         return as_source(given, task.collate)
     except SurefootError:
         raise
-    except NotImplementedError as error:
-        raise _unknown_split(task, split) from error
-    except KeyError as error:
-        if error.args == (split,):  # the task has looked it up in a dict of its splits
-            raise _unknown_split(task, split) from error
-        raise _failed_data(split, error) from error
+    except (KeyError, NotImplementedError) as error:
+        is_unknown = error.args in ((split,), *([] if isinstance(error, KeyError) else [()]))
+        raise (_unknown_split(task, split) if is_unknown else _failed_data(split, error)) from error
     except OSError as error:
         with_folder = task.importable is not None and signature.has_parameter(
             task.importable, "folder"
