@@ -301,3 +301,18 @@ def test_samples_of_a_wide_source_are_converted_and_drawn_alike() -> None:
     found = Reader(wide, None, 3)(0, ids).batch
     assert found[1].dtype == torch.float64
     assert torch.equal(found[1], plain[1].double() * 2)
+
+
+def test_a_wide_task_collates_as_the_task_and_has_its_splits() -> None:
+    from surefoot.contract.task import resolve
+    from surefoot.prove.layouts.wide import Wide
+
+    class TrainOnly(Method):
+        def data(self, split: str) -> Any:
+            return self.dataset if split == "train" else None
+
+    wide = Wide(resolve(TrainOnly(TEXTS)))
+    batch = wide.data("train").read(np.arange(4))
+    assert batch.dtype == torch.float64
+    assert torch.equal(batch, pad(TEXTS[:4]).double())
+    assert wide.data("test") is None

@@ -95,6 +95,13 @@ def test_the_first_split_decides(tmp_path: Path) -> None:
     assert scores == [each.metrics for each in alone]
 
 
+def test_early_stopping_names_the_split(tmp_path: Path) -> None:
+    spec = spec_of(40, split=["test", "code"], patience=2).replace(optim={"lr": 0.0})
+    train(tmp_path / "run", spec)
+    ended = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Ended)]
+    assert ended[-1].cause == "no better test error in 2 evaluations"
+
+
 def test_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
     spec = spec_of(split=["test", "code"], every=["3 steps", "4 steps"])
     train(tmp_path / "whole", spec)

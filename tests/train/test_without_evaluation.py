@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import surefoot
 from surefoot import Loss, Run, RunSpec
 from surefoot.contract import events
-from surefoot.core.errors import DataError, SpecError, SurefootError, TaskError
+from surefoot.core.errors import DataError, SpecError, TaskError, UnknownSplitError
 
 
 class Left(Exception):
@@ -105,8 +105,9 @@ def test_an_evaluation_that_is_asked_for_needs_its_data(tmp_path: Path) -> None:
     with Run(spec_of(), Fit(), folder=tmp_path / "run", quiet=True) as run:
         next(iter(run.steps()))
         assert run.evaluate("train").loss is not None
-        with pytest.raises(SurefootError, match="has no split 'test'"):
+        with pytest.raises(UnknownSplitError, match="has no split 'test'") as caught:
             run.evaluate()
+        assert "run.evaluate(split)" in (caught.value.hint or "")
 
 
 def test_an_error_in_data_is_no_missing_split(tmp_path: Path) -> None:
@@ -129,8 +130,9 @@ def test_an_error_in_data_is_no_missing_split(tmp_path: Path) -> None:
 def test_a_spec_that_needs_scores_needs_held_out_data(
     tables: dict[str, Any], tmp_path: Path
 ) -> None:
-    with pytest.raises(DataError, match="has no split"):
+    with pytest.raises(DataError, match=r"has no split .* is given") as caught:
         train(tmp_path / "run", Fit(), **tables)
+    assert (caught.value.hint or "").startswith("leave ")
 
 
 @pytest.mark.parametrize(

@@ -98,13 +98,13 @@ FORMULAS: tuple[Formula, ...] = (
     Formula(
         "optim.reference_batch",
         "linear",
-        "lr = lr * batch / reference_batch",
+        "lr = lr * batch * accumulate / reference_batch",
         _make_scaling_check("linear"),
     ),
     Formula(
         "optim.reference_batch",
         "sqrt",
-        "lr = lr * sqrt(batch / reference_batch)",
+        "lr = lr * sqrt(batch * accumulate / reference_batch)",
         _make_scaling_check("sqrt"),
     ),
     Formula(

@@ -64,8 +64,8 @@ class DataTable(SpecTable):
     last_batch: Literal["keep", "drop"] = Field(
         "keep",
         description=(
-            "Keep or drop a last training batch that is smaller than train.batch; "
-            "evaluation never drops it."
+            "Keep or drop the last step of an epoch if it has fewer samples than the others; "
+            "evaluation never drops any."
         ),
     )
     draws: Literal["batch", "sample"] | None = Field(
@@ -118,8 +118,8 @@ class OptimTable(SpecTable):
     reference_batch: Positive | None = Field(
         None,
         description=(
-            "Batch size that lr was tuned for: the learning rate is scaled by train.batch "
-            "/ reference_batch; none: no scaling."
+            "Batch size that lr was tuned for: the learning rate is scaled by the samples of a "
+            "step, train.batch * train.accumulate, / reference_batch; none: no scaling."
         ),
     )
     scaling: Literal["linear", "sqrt"] = Field(

@@ -61,7 +61,10 @@ class Wide:
 
     def data(self, split: str) -> Source:
         with _pause(self._record):
-            source = as_source(self._task.data(split), getattr(self._task, "collate", None))
+            given = self._task.data(split)
+            if given is None:  # the task has no such split
+                return given
+            source = as_source(given, getattr(self._task, "collate", None))
             if isinstance(source, Iterated) and source.loader is not None:
                 loader = copy.copy(source.loader)
                 convert = _Converting(loader.collate_fn, self._convert, self._record)

@@ -114,12 +114,12 @@ def read_split(task: ResolvedTask, split: str, shard: StreamShard = ALL_OF_STREA
         raise _failed_data(split, error) from error
 
 
-def needs_scores(spec: RunSpec) -> bool:
-    """Return whether the spec names the split that is evaluated, or what depends on its score."""
-    table = spec.evaluate
-    names = {spec.schedule.name, *(each.name for each in spec.schedule.sequence)}
-    is_used = table.score is not None or table.patience is not None or "plateau" in names
-    return is_used or "split" in table.model_fields_set
+def find_evaluating_key(spec: RunSpec) -> str | None:
+    """Return a given key of the spec that evaluates, or depends on a score; None without one."""
+    if "plateau" in {spec.schedule.name, *(each.name for each in spec.schedule.sequence)}:
+        return "schedule.name"
+    given = [key for key in ("split", "score", "patience") if key in spec.evaluate.model_fields_set]
+    return f"evaluate.{given[0]}" if given else None
 
 
 def _unknown_split(task: ResolvedTask, split: str) -> UnknownSplitError:
@@ -128,7 +128,7 @@ def _unknown_split(task: ResolvedTask, split: str) -> UnknownSplitError:
         hint='return the training data from its data("train")'
         if split == "train"
         else "use a split that its data(split) returns: --split of evaluate and predict, "
-        "or evaluate.split of a new run",
+        "run.evaluate(split), or evaluate.split of a new run",
     )
 
 

@@ -46,9 +46,9 @@ from surefoot.train.assemble.reading import (
     describe_idle,
     describe_short_batch,
     describe_workers,
+    find_evaluating_key,
     make_feed,
     make_settings,
-    needs_scores,
     read_shards,
     read_split,
 )
@@ -207,12 +207,14 @@ def evaluate_few_samples(build: Build) -> None:
     try:
         source = build.read(split)
     except UnknownSplitError as error:
-        if needs_scores(spec):
-            raise
+        if (key := find_evaluating_key(spec)) is not None:
+            raise UnknownSplitError(
+                f"{error.message}, and {key} is given", hint=f"leave {key} out; or {error.hint}"
+            ) from error
         build.evaluates = False
-        build.told.append(
+        build.warnings.append(
             f"{error.message}, so this run evaluates nothing; return one from data({split!r}), or "
-            "set evaluate.split"
+            'set evaluate.split; evaluate.every = "never" hides this message'
         )
         return
     sources = {split: source, **{each: build.read(each) for each in spec.evaluate.splits[1:]}}
@@ -417,8 +419,7 @@ def _make_noise(feed: Feed, num_updates: int) -> GradientNoise:
             ),
             hint=(
                 "use surefoot whatif noise SPEC, which needs no microbatches; or "
-                "set train.microbatch = "
-                f"{max(1, feed.batch // 4)}"
+                f"set train.microbatch = {max(1, feed.batch // 4)}, or train.accumulate"
             ),
         )
     return GradientNoise()

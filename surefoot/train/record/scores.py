@@ -152,9 +152,10 @@ class Scores:
         patience = self._assembly.spec.evaluate.patience
         if patience is None or self._since_best < patience or self.last is None:
             return None
+        of = f"{self.last.split} " if len(self._intervals) > 1 else ""
         if self.best is None:
-            return f"{self.last.score} was NaN or Inf in {patience} evaluations"
-        return f"no better {self.best.score} in {patience} evaluations"
+            return f"{of}{self.last.score} was NaN or Inf in {patience} evaluations"
+        return f"no better {of}{self.best.score} in {patience} evaluations"
 
     def score_of(self, step: int) -> dict[str, Any] | None:
         """Return the score for the manifest of `step`; None if that step was not evaluated."""

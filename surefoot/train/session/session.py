@@ -21,7 +21,7 @@ from surefoot.components.stability.guard import Guard
 from surefoot.contract.ledger import Ledger
 from surefoot.contract.runlock import RunLock
 from surefoot.contract.state import StepReport
-from surefoot.core.errors import EXIT_OK, StorageError
+from surefoot.core.errors import EXIT_OK, StorageError, UnknownSplitError
 from surefoot.core.process.forked import OwningProcess
 from surefoot.runtime.comm.group import Group
 from surefoot.train.assemble import Assembly
@@ -263,7 +263,7 @@ class RunSession:
                 notice = self.telling.of_evaluation(split, step)
                 return self.assembly.evaluate(split, self.group, tell, notice)
         except (Exception, SystemExit) as error:
-            if stops.is_leaving:
+            if stops.is_leaving or isinstance(error, UnknownSplitError):
                 raise
             # the state is that of the step before the evaluation
             if isinstance(error, SystemExit) and self.group.is_alone and stops.is_preempted:
