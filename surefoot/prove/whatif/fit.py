@@ -268,7 +268,8 @@ def _try_microbatch(spec: RunSpec, size: int, steps: int, most: float) -> Microb
     num_samples = outcome.measures["samples_per_epoch"]
     if num_samples < spec.train.step_batch:
         raise InputError(
-            f"there are {num_samples:,.0f} samples, and a step has {spec.train.step_batch:,}",
+            f"there are {num_samples:,.0f} samples, fewer than the {spec.train.step_batch:,} of a "
+            "step",
             hint="give --set train.batch=N",
         )
     peak = peak_of(outcome.measures)
