@@ -66,10 +66,20 @@ class Stateful(Part):
         self.at.copy_(state["at"])
 
 
+class Uneven(Part):
+    """Shards of very different lengths."""
+
+    def __init__(self, shard: StreamShard) -> None:
+        super().__init__(shard, has_length=True)
+        ends = [0, 22, 25, 40, SAMPLES]
+        self.numbers = range(ends[shard.index], ends[shard.index + 1])
+
+
 STREAMS: dict[str, Callable[[StreamShard], Any]] = {
     "with a length": lambda shard: DataLoader(Part(shard, has_length=True), BATCH),
     "without a length": lambda shard: DataLoader(Part(shard, has_length=False), BATCH),
     "with workers": lambda shard: DataLoader(Part(shard, has_length=True), BATCH, num_workers=1),
+    "of uneven shards": lambda shard: DataLoader(Uneven(shard), BATCH),
     "with a state": lambda shard: Stateful(shard, has_length=True),
     "with a state, without a length": lambda shard: Stateful(shard, has_length=False),
 }
@@ -150,7 +160,7 @@ def assert_close(found: Any, weights: Any) -> None:
 FOUR = {"data": {"shards": 4}}
 
 
-@pytest.mark.quick("with a length", "with a state, without a length")
+@pytest.mark.quick("of uneven shards", "with a state, without a length")
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_step_is_the_same_on_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     ((batches, weights),) = on_ranks(1, tmp_path / "one", kind, **FOUR)
@@ -162,7 +172,7 @@ def test_a_step_is_the_same_on_any_number_of_ranks(kind: str, tmp_path: Path) ->
         assert loop_ledger.check(tmp_path / str(num_ranks)).holds
 
 
-@pytest.mark.quick("with a length", "with a state, without a length")
+@pytest.mark.quick("of uneven shards", "with a state, without a length")
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(kind: str, tmp_path: Path) -> None:
     ((_, weights),) = on_ranks(1, tmp_path / "one", kind, **FOUR)
@@ -174,9 +184,13 @@ def test_a_stopped_run_goes_on_with_other_numbers_of_ranks(kind: str, tmp_path: 
 
 
 def test_an_epoch_has_each_sample_once(tmp_path: Path) -> None:
-    found = on_ranks(2, tmp_path / "run", "with a length", **FOUR, train={"length": "2 epochs"})
-    seen = sorted(int(value) for each in found for batch in each[0] for value in batch)
-    assert seen == [*range(SAMPLES), *range(100, 100 + SAMPLES)]
+    how = {**FOUR, "train": {"length": "2 epochs"}}
+    for kind, num_batches in (("with a length", 16), ("of uneven shards", 16)):
+        found = on_ranks(2, tmp_path / kind, kind, **how)
+        batches = [batch for each in found for batch in each[0]]
+        seen = sorted(int(value) for batch in batches for value in batch)
+        assert seen == [*range(SAMPLES), *range(100, 100 + SAMPLES)]
+        assert loop_ledger.check(tmp_path / kind).num_batches == len(batches) == 2 * num_batches
 
 
 def test_each_rank_has_a_shard_by_default(tmp_path: Path) -> None:
@@ -196,15 +210,15 @@ def test_virtual_ranks_give_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_of_which_one_has_no_batch_left_compute_the_same(stage: int, tmp_path: Path) -> None:
-    how = {"data": {"shards": 3}, "train": {"length": "2 epochs"}}
-    ((_, weights),) = on_ranks(1, tmp_path / "one", "with a state", **how)
+    how = {**FOUR, "train": {"length": "2 epochs"}}
+    ((_, weights),) = on_ranks(1, tmp_path / "one", "of uneven shards", **how)
     how |= {"layout": {"shard": 2, "zero_stage": stage}}
 
     def job(rank: int) -> Any:
-        train(tmp_path / "two", Task("with a state"), **how)
+        train(tmp_path / "two", Task("of uneven shards"), **how)
 
     run_ranks(2, job, tmp_path / "ranks")
-    model = surefoot.load(tmp_path / "two", "last", task=Task("with a state"))
+    model = surefoot.load(tmp_path / "two", "last", task=Task("of uneven shards"))
     assert_close([each.tolist() for each in model.parameters()], weights)
 
 

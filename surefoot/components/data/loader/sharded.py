@@ -105,11 +105,25 @@ class ShardedStream(Iterated):
 
         Shards that have ended are not counted.
         """
-        counts = [self._count_turns(each) for each in self.shards]
+        counts = [self._count_turns(each, self._step) for each in self.shards]
         return sum(counts[: self._own.start]), sum(counts)
 
-    def _count_turns(self, shard: Iterated) -> int:
-        return min(max(shard.num_batches - self._step * self._turns, 0), self._turns)
+    def _count_turns(self, shard: Iterated, step: int) -> int:
+        return min(max(shard.num_batches - step * self._turns, 0), self._turns)
+
+    def batches_of(self, numbers: list[int]) -> list[int]:
+        places = map(self._place, numbers)
+        return [
+            self._count_before(shard, inner)
+            for shard, inner in places
+            if inner < self.shards[shard].num_batches
+        ]
+
+    def _count_before(self, shard: int, inner: int) -> int:
+        """Return the number of batches of the epoch before batch `inner` of a shard."""
+        step, turn = divmod(inner, self._turns)
+        earlier = sum(min(each.num_batches, step * self._turns) for each in self.shards)
+        return earlier + sum(self._count_turns(e, step) for e in self.shards[:shard]) + turn
 
     def count_samples(self, epoch: int, number: int, batch: Batch) -> int | None:
         shard, inner = self._place(number)
@@ -135,7 +149,7 @@ class ShardedStream(Iterated):
         return lambda inner: streams(self._number(shard, inner))
 
     def _make_reporter(self, shard: int) -> Callable[[BatchRead], None]:
-        return lambda row: self.on_read(row._replace(number=self._number(shard, row.number)))
+        return lambda row: self.on_read(row._replace(number=self._count_before(shard, row.number)))
 
     def read(self, ids: np.ndarray) -> Batch:
         return self._read(0, ids, lambda number: contextlib.nullcontext(), keep=True)
