@@ -151,6 +151,11 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
+def test_a_batch_of_one_is_one_batch_of_the_loader(tmp_path: Path) -> None:
+    one = train(tmp_path / "one", in_order(), train={"accumulate": 4, "batch": 1})
+    assert one[0] == train(tmp_path / "none", in_order(), train={"accumulate": 4})[0]
+
+
 @pytest.mark.parametrize("kind", SOURCES)
 def test_it_is_the_older_spelling(kind: str, tmp_path: Path) -> None:
     new = train(tmp_path / "new", SOURCES[kind], train={"accumulate": 4})

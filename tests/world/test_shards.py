@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import surefoot
-from surefoot import Loss, Run, RunSpec
+from surefoot import Loss, Run, RunSpec, all_gather
 from surefoot.contract import loop_ledger
-from surefoot.core.errors import SurefootError
+from surefoot.core.errors import OtherDataError, SpecError, SurefootError
 from surefoot.data import Arrays, Iterated, StreamShard
 from tests.train.test_loader_resume import Left
 from tests.world.ranks import run_ranks
@@ -209,16 +209,18 @@ def test_virtual_ranks_give_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_ranks_of_which_one_has_no_batch_left_compute_the_same(stage: int, tmp_path: Path) -> None:
-    how = {**FOUR, "train": {"length": "2 epochs"}}
-    ((_, weights),) = on_ranks(1, tmp_path / "one", "of uneven shards", **how)
+def test_sharded_weights_train_as_in_one_process(stage: int, tmp_path: Path) -> None:
+    how = {"data": {"shards": 3}, "train": {"length": "2 epochs"}}
+    kind = "of uneven shards" if stage == 1 else "with a length"
+    how |= FOUR if stage == 1 else {}
+    ((_, weights),) = on_ranks(1, tmp_path / "one", kind, **how)
     how |= {"layout": {"shard": 2, "zero_stage": stage}}
 
     def job(rank: int) -> Any:
-        train(tmp_path / "two", Task("of uneven shards"), **how)
+        train(tmp_path / "two", Task(kind), **how)
 
     run_ranks(2, job, tmp_path / "ranks")
-    model = surefoot.load(tmp_path / "two", "last", task=Task("of uneven shards"))
+    model = surefoot.load(tmp_path / "two", "last", task=Task(kind))
     assert_close([each.tolist() for each in model.parameters()], weights)
 
 
@@ -269,6 +271,59 @@ def test_what_has_no_shards_is_refused(
     assert hint in (caught.value.hint or "")
 
 
+@pytest.mark.parametrize(
+    ("tables", "words"),
+    [
+        ({"layout": {"shard": 2, "zero_stage": 2}, **FOUR}, "layout.zero_stage is 2"),
+        ({"layout": {"virtual_ranks": 4}, **FOUR}, "layout.virtual_ranks is 4"),
+    ],
+    ids=["stage 2", "virtual ranks"],
+)
+def test_shards_that_give_ranks_unequal_work_are_refused(
+    tables: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    for message, hint in on_ranks(2, tmp_path / "run", "of uneven shards", **tables):
+        assert words in message
+        assert "the same number of batches" in hint
+
+
+class Normed(Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@pytest.mark.parametrize(("num_shards", "kind"), [(3, "with a length"), (4, "of uneven shards")])
+def test_norms_over_all_ranks_need_equal_shards(num_shards: int, kind: str, tmp_path: Path) -> None:
+    def job(rank: int) -> Any:
+        how = {"data": {"shards": num_shards}, "train": {"batchnorm": "sync"}}
+        with pytest.raises(SpecError, match="and the shards of the stream"):
+            train(tmp_path / "run", Normed(kind), **how)
+        return True
+
+    assert run_ranks(2, job, tmp_path / "ranks") == [True, True]
+
+
+class Gathers(Task):
+    def loss(self, output: Tensor, batch: Any) -> Loss:
+        every = all_gather(output)
+        return Loss.sum((every - every.T).square().sum() / len(every), len(output), additive=False)
+
+
+@pytest.mark.parametrize(("num_shards", "kind"), [(2, "with a length"), (4, "of uneven shards")])
+def test_a_loss_that_gathers_needs_a_batch_on_each_rank(
+    num_shards: int, kind: str, tmp_path: Path
+) -> None:
+    def job(rank: int) -> Any:
+        try:
+            how = {"data": {"shards": num_shards}, "train": {"length": "2 steps"}}
+            return len(train(tmp_path / "run", Gathers(kind), **how)[0]) > 0
+        except SurefootError as error:
+            return error.message
+
+    for found in run_ranks(2, job, tmp_path / "ranks"):
+        assert found is True if num_shards == 2 else "one batch in each step" in found
+
+
 def test_ranks_need_a_shard_each(tmp_path: Path) -> None:
     for message, hint in on_ranks(3, tmp_path / "run", "with a length", data={"shards": 2}):
         assert "2 shards for 3 ranks" in message
@@ -277,8 +332,10 @@ def test_ranks_need_a_shard_each(tmp_path: Path) -> None:
 
 def test_a_changed_number_of_shards_is_refused(tmp_path: Path) -> None:
     on_ranks(2, tmp_path / "run", "with a length", leave_at=3)
-    (found,) = [on_ranks(3, tmp_path / "run", "with a length")]
-    for message, hint in found:
+    with pytest.raises(OtherDataError, match="of 2 shards, and this run has 1") as caught:
+        train(tmp_path / "run", Task("with a length"))
+    assert "resume on 2 ranks" in (caught.value.hint or "")
+    for message, hint in on_ranks(3, tmp_path / "run", "with a length"):
         assert "2 shards" in message
         assert "resume on 2 ranks" in hint
 

@@ -259,7 +259,7 @@ class Workbench:
         )
 
     def _steps_of(self, spec: RunSpec, steps: int) -> int:
-        return max(1, round(steps * self._start.train.batch / spec.train.batch))
+        return max(1, round(steps * self._start.train.step_batch / spec.train.step_batch))
 
     # ---- numbers
 

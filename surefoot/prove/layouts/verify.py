@@ -109,7 +109,7 @@ def as_trial(spec: RunSpec, layouts: Sequence[Layout], steps: int) -> RunSpec:
         layout={"replicate": None, "shard": 1},
         checkpoint={"every": "never", "store": None},
         observe={"every": "1 step", "tensorboard": False},
-        evaluate={"every": f"{10 * steps} steps"},
+        evaluate={} if spec.evaluate.every == "never" else {"every": f"{10 * steps} steps"},
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from surefoot.contract.spec import RunSpec
 from surefoot.core.statistics import median
 from surefoot.prove.attempts import find_last_error
@@ -16,12 +18,13 @@ def make_steady_spec(spec: RunSpec) -> RunSpec:
 
     No evaluation, no checkpoint and no end of the run occurs during the measurement.
     """
-    changes = {
+    changes: dict[str, Any] = {
         "train.length": LONG,
-        "evaluate.every": LONG,
         "checkpoint.every": LONG,
         "checkpoint.keep_every": None,
     }
+    if spec.evaluate.every != "never":
+        changes["evaluate.every"] = LONG
     return rungs.change(spec, changes)
 
 

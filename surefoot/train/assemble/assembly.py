@@ -145,7 +145,9 @@ class Assembly:
         if not self.evaluates:
             return {}
         is_endless = isinstance(source, Iterated) and source.repeats
-        if is_endless and "every" not in table.model_fields_set:
+        # of a time, each rank would have a clock of its own
+        can_divide = self.course.total_steps is not None or self.feed.share.size == 1
+        if is_endless and can_divide and "every" not in table.model_fields_set:
             return dict.fromkeys(table.splits, "5 %")
         return table.intervals
 

@@ -53,7 +53,7 @@ def read_shards(task: ResolvedTask, spec: RunSpec, num_ranks: int) -> Source:
     """
     if not _takes_shard(task):
         source = read_split(task, "train")
-        if spec.data.shards is not None and getattr(source, "num_shards", 1) == 1:
+        if spec.data.shards is not None and not getattr(source, "is_sharded", False):
             raise SpecError(
                 f"data.shards is {spec.data.shards}, but data(split) of task {task.name} has no "
                 "parameter shard",
@@ -62,11 +62,11 @@ def read_shards(task: ResolvedTask, spec: RunSpec, num_ranks: int) -> Source:
         return source
     count = spec.data.shards or spec.layout.virtual_ranks or num_ranks
     shards = [read_split(task, "train", StreamShard(index, count)) for index in range(count)]
-    if count == 1:
+    streams = [each for each in shards if isinstance(each, Iterated) and each.loader is None]
+    if not streams and count == 1:
         return shards[0]
     from surefoot.components.data.loader.sharded import ShardedStream
 
-    streams = [each for each in shards if isinstance(each, Iterated) and each.loader is None]
     if len(streams) < count:
         raise SpecError(
             f"data(split, shard) of task {task.name} returns samples by number: "
@@ -196,7 +196,7 @@ def _count_run(spec: RunSpec, source: Iterated) -> int | None:
             "or say how many batches an epoch has: "
             "surefoot.data.Iterated(iterable, num_batches=100)",
         )
-    size = train.batch if "batch" in train.model_fields_set else train.accumulate
+    size = (train.batch if "batch" in train.model_fields_set else 1) * train.accumulate
     return int(length.value) * size if length.unit == "steps" else None
 
 
@@ -208,11 +208,11 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
     """
     train = spec.train
     is_given = "batch" in train.model_fields_set
-    num_batches = train.batch if is_given else train.accumulate
+    num_batches = (train.batch if is_given else 1) * train.accumulate
     size = None if is_given and train.microbatch == 1 else train.microbatch
-    if is_given and num_batches != 1 and (train.microbatch != 1 or train.accumulate > 1):
+    if is_given and train.batch != 1 and (train.microbatch != 1 or train.accumulate > 1):
         raise SpecError(
-            f"train.batch is {num_batches}, but the source gives whole batches: "
+            f"train.batch is {train.batch}, but the source gives whole batches: "
             f"{source.describe()}",
             hint="leave train.batch out; train.accumulate is the number of batches of a step",
         )
@@ -222,15 +222,9 @@ def _divide_batches(spec: RunSpec, source: Iterated, share: Share) -> tuple[Iter
             f"gives whole batches: {source.describe()}",
             hint="leave it out, and set optim.lr for the batch size of the source",
         )
-    if source.num_shards > 1:
-        if size is not None:
-            raise SpecError(
-                f"train.microbatch is {size}, but a step has whole batches of "
-                f"{source.num_shards} shards of a stream",
-                hint="leave train.microbatch out, and return smaller batches",
-            )
+    if source.is_sharded:
         stream: Any = source
-        stream.divide(num_batches, share)
+        stream.prepare(spec, size, num_batches, share)
         return source, source.step_size
     if source.draws_by_sample:  # it is divided already
         return source, source.step_size
@@ -295,7 +289,7 @@ def describe_idle(spec: RunSpec, source: Source, evaluated: Source | None) -> li
             f"data.shuffle = {json.dumps(spec.data.shuffle)} has no effect: the source decides "
             f"the order of its samples: {source.describe()}"
         )
-    divides = isinstance(source, Iterated) and source.draws_by_sample
+    divides = isinstance(source, Iterated) and source.is_divided
     if spec.data.draws is not None and not isinstance(source, Iterated):
         found.append(
             f'data.draws = "{spec.data.draws}" has no effect: it is for the dataset of a '

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.observe.memory_use import peak_resident_bytes
 from surefoot.components.profiler.phases.clock import BACKWARD, COPY, DATA, FORWARD, OPTIMIZER
 from surefoot.contract import signature
@@ -170,10 +171,11 @@ def _predict(assembly: Assembly) -> tuple[Prediction | None, list[tuple[str, int
     Each change is given with the peak bytes that it leads to; the cheapest comes first. If the
     prediction fails, the result is None, no changes, and the reason.
     """
-    spec = assembly.spec.replace(
-        train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)}
-    )
-    source = assembly.feed.source
+    spec, source = assembly.spec, assembly.feed.source
+    if not isinstance(source, Iterated):
+        spec = spec.replace(
+            train={"microbatch": _or_none(assembly.feed.microbatch, assembly.feed.batch)}
+        )
     try:
         found = predict(spec, assembly.task, source=source, num_ranks=assembly.feed.share.size)
     # the original error is reported, not this one

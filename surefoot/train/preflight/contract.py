@@ -182,7 +182,9 @@ def _describe_rewritten(assembly: Assembly) -> list[str]:
 
 def _measure_blocks(assembly: Assembly, read: Callable[[np.ndarray], Batch]) -> None:
     """Run a microbatch of the largest batch, so that an impossible memory budget fails early."""
-    model, feed = assembly.model, make_feed(with_largest_batch(assembly.spec), assembly.feed.source)
+    model, feed = assembly.model, assembly.feed
+    if not isinstance(feed.source, Iterated):
+        feed = make_feed(with_largest_batch(assembly.spec), feed.source)
     ids = feed.microbatches(feed.window(0))[0]
     with preserve_state(model, assembly.task.state, evaluates=False), torch.enable_grad():
         for update in assembly.updates:
@@ -435,6 +437,15 @@ def _check_joined(assembly: Assembly, name: str) -> bool:
     num_ranks = ranks.group.size
     if isinstance(feed.source, Iterated):
         source: Any = feed.source
+        if source.is_sharded:
+            if source.step_size != num_ranks or source.is_uneven:
+                raise SpecError(
+                    f"the loss of update {name} calls surefoot.all_gather, and the shards of the "
+                    f"stream do not give each of {num_ranks} ranks one batch in each step",
+                    hint="set data.shards to the number of ranks, and give all shards the same "
+                    "number of batches",
+                )
+            return True
         sizes = source.batch_sizes()
         short = [size for size in sizes if source.count_cut(size) != num_ranks]
         if short or not sizes:

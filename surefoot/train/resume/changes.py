@@ -160,7 +160,7 @@ RULES = (
     ),
     ChangeRule("data.shards", "refused", "a checkpoint has a position in each shard"),
     ChangeRule("data.*", "fork", "the data order differs from the first new step"),
-    ChangeRule("evaluate.split", "fork", "the best score is reset"),
+    ChangeRule("evaluate.split", "fork", "the best score is reset if the first split changes"),
     ChangeRule("evaluate.score", "fork", "the best score is reset"),
     ChangeRule("evaluate.*", "fork", "the new values apply from the first new step"),
     ChangeRule("*", "fork", "the new values apply from the first new step"),

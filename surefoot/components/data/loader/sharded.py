@@ -16,6 +16,7 @@ import numpy as np
 from surefoot.components.data.feed import Share
 from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.components.data.sources.iterated import BatchRead, Iterated, Streams
+from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch
 from surefoot.core.errors import OtherDataError, SpecError
 
@@ -31,7 +32,7 @@ class ShardedStream(Iterated):
         shards: The shards, as sources of their own.
     """
 
-    is_divided = True
+    is_divided = is_sharded = True
 
     def __init__(self, shards: Sequence[Iterated]) -> None:  # the parts of the base are theirs
         self.shards, self.num_shards = list(shards), len(shards)
@@ -53,6 +54,44 @@ class ShardedStream(Iterated):
         self.content_digest = digest_of([each.content_digest for each in self.shards]).hex()
         self._step = 0  # of the batches that were read last
         self.divide(1, Share())
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if some shards end before others."""
+        return len({each.num_batches for each in self.shards}) > 1
+
+    def prepare(self, spec: RunSpec, microbatch: int | None, turns: int, share: Share) -> None:
+        """Divide the stream as `divide` does.
+
+        Raises SpecError for a microbatch, and for settings with which ranks have to compute equally
+        many batches in each step, if they would not.
+        """
+        if microbatch is not None:
+            raise SpecError(
+                f"train.microbatch is {microbatch}, but a step has whole batches of "
+                f"{self.num_shards} shards of a stream",
+                hint="leave train.microbatch out, and return smaller batches",
+            )
+        self.divide(turns, share)
+        layout, several = spec.layout, share.size > 1
+        is_unequal = self.is_uneven or self.num_shards % share.size > 0
+        needs = {
+            f"layout.zero_stage is {layout.zero_stage}": several
+            and layout.shard != 1
+            and layout.zero_stage > 1
+            and self.is_uneven,
+            f"layout.virtual_ranks is {layout.virtual_ranks}": share.pieces is not None
+            and (self.is_uneven or self.num_shards % share.num_pieces > 0),
+            'train.batchnorm is "sync"': several and spec.train.batchnorm == "sync" and is_unequal,
+        }
+        if (need := next((key for key, holds in needs.items() if holds), None)) is not None:
+            raise SpecError(
+                f"{need}, and the shards of the stream do not give each rank the same number of "
+                "batches in each step",
+                hint="give all shards the same number of batches, such as "
+                "surefoot.data.Iterated(stream, num_batches=100), and let the number of ranks "
+                "divide data.shards",
+            )
 
     def divide(self, turns: int, share: Share) -> None:
         """Set the number of batches of each shard in a step, and the shards of this rank.

@@ -66,6 +66,7 @@ class Iterated:
     thread_safe = False
     draws_by_sample = False  # random draws of the dataset depend on the sample, not on its batch
     step_size = num_shards = 1
+    is_sharded = False  # it is a ShardedStream
     is_divided = False  # a step can have fewer batches than `step_size`; see count_step
 
     def __init__(self, iterable: Iterable[Batch], num_batches: int | None = None) -> None:
