@@ -116,7 +116,7 @@ def read_split(task: ResolvedTask, split: str, shard: StreamShard = ALL_OF_STREA
 
 def find_evaluating_key(spec: RunSpec) -> str | None:
     """Return a given key of the spec that evaluates, or depends on a score; None without one."""
-    if "plateau" in {spec.schedule.name, *(each.name for each in spec.schedule.sequence)}:
+    if spec.schedule.name == "plateau":
         return "schedule.name"
     given = [key for key in ("split", "score", "patience") if key in spec.evaluate.model_fields_set]
     return f"evaluate.{given[0]}" if given else None

@@ -121,10 +121,11 @@ def find_sizes(loader: Any) -> list[int]:
     The result is empty for a batch sampler that is not torch's, whose batches may have any size.
     """
     batches = loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", None)
     if type(batches) is not BatchSampler:
         return []
     try:
-        last = 0 if batches.drop_last else len(batches.sampler) % batches.batch_size  # type: ignore[arg-type]
+        last = 0 if batches.drop_last else len(sampler) % batches.batch_size
     except TypeError:
         return []
     return [batches.batch_size, last] if last else [batches.batch_size]

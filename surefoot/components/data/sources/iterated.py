@@ -65,7 +65,7 @@ class Iterated:
     guarantee: Guarantee = "replayed"
     thread_safe = False
     draws_by_sample = False  # random draws of the dataset depend on the sample, not on its batch
-    step_size = num_shards = 1
+    step_size = 1
     is_sharded = False  # it is a ShardedStream
     is_divided = False  # a step can have fewer batches than `step_size`; see count_step
 

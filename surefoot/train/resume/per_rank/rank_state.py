@@ -262,7 +262,7 @@ def read(group: Group, task: ResolvedTask, commit: Commit) -> dict[str, Any]:
 
 def has_shards(group: Group, assembly: Assembly) -> bool:
     """Return whether each rank reads shards of its own."""
-    return not group.is_alone and getattr(assembly.feed.source, "num_shards", 1) > 1
+    return not group.is_alone and getattr(assembly.feed.source, "is_sharded", False)
 
 
 def gather_shards(group: Group, assembly: Assembly) -> dict[str, Any]:
