@@ -34,6 +34,7 @@ LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
 # buffered at most: a kill loses these rows together with the steps that they belong to
 MAX_BUFFERED_BYTES = 4096 * ROW.size
+MAX_WAITING = 64  # steps whose samples wait to be hashed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,8 @@ class Ledger:
 
     def __init__(self, folder: Path, plan: Plan, generation: int) -> None:
         self._folder, self._generation = folder, generation
+        # steps whose samples are hashed together: between other work, a hash takes ten times longer
+        self._waiting: list[tuple[int, Any]] = []
         _set_damaged_aside(folder)
         self._file = AppendOnlyFile(
             folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size
@@ -215,7 +218,15 @@ class Ledger:
             )
 
     def add(self, step: int, ids: Any) -> None:
-        self._file.add(ROW.pack(step, self._generation, checksum(ids)))
+        """Add the row of a step; `ids` must not change afterwards."""
+        self._waiting.append((step, ids))
+        if len(self._waiting) == MAX_WAITING:
+            self._add_waiting()
+
+    def _add_waiting(self) -> None:
+        rows = [ROW.pack(step, self._generation, checksum(ids)) for step, ids in self._waiting]
+        self._file.add(b"".join(rows))
+        self._waiting.clear()
 
     def count_lost(self, step: int) -> int:
         """Return how many rows are missing if the run resumes after `step`.
@@ -228,6 +239,7 @@ class Ledger:
 
     def sync(self) -> None:
         """Write the added rows to disk."""
+        self._add_waiting()
         self._file.sync()
 
     def close(self) -> None:

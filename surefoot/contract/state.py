@@ -142,13 +142,11 @@ class StepReport:
 
         None if no update ran in this step, or if the counts of all terms are 0.
         """
-        if not any(float(count) for _, count, _ in self.totals.values()):
-            return None
-        return sum(
-            weight * float(total) / float(count)
-            for total, count, weight in self.totals.values()
-            if float(count)
-        )
+        loss = None
+        for total, count, weight in self.totals.values():
+            if number := float(count):
+                loss = (loss or 0.0) + weight * float(total) / number
+        return loss
 
     @property
     def gradient_norm(self) -> float | None:

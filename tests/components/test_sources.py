@@ -176,3 +176,26 @@ def test_a_frame_is_read_by_its_columns() -> None:
     assert "to_numpy()" in str(caught.value.hint)
     with pytest.raises(DataError, match="cannot become a tensor"):
         as_source(pandas.DataFrame({"text": ["a", "b"]}))
+
+
+ROWS = {
+    "1-D": torch.arange(5),
+    "2-D": torch.arange(10.0).reshape(5, 2),
+    "3-D": torch.arange(30.0).reshape(5, 3, 2),
+    "transposed": torch.arange(10.0).reshape(2, 5).t(),
+    "every second row": torch.arange(20.0).reshape(10, 2)[::2],
+    "expanded": torch.ones(1, 3).expand(5, 3),
+    "uint16": np.arange(5, dtype=np.uint16),
+    "bool": torch.ones(5, 2, dtype=torch.bool),
+    "float8": torch.ones(5, 2).to(torch.float8_e4m3fn),
+    "without elements": torch.ones(5, 0),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_a_number_outside_of_the_rows_is_named_for_every_layout(rows: Any) -> None:
+    source = Arrays(rows)
+    for wrong in (5, -1, 2**62, -(2**63)):
+        with pytest.raises(DataError, match=f"sample {wrong:,} was requested"):
+            source.read(np.array([0, wrong]))
+    assert len(source.read(np.array([4, 0, 4]))[0]) == 3

@@ -217,6 +217,8 @@ class Feed:
         short step may have no microbatch for this rank.
         """
         cut = self.microbatches(window)
+        if self.share.size == 1:
+            return 0, cut
         first, last = self.share.of(len(cut))
         return first, cut[first:last]
 
@@ -233,7 +235,7 @@ class Feed:
 
         The last step of an epoch may have fewer samples.
         """
-        return min(self._piece(step).batch, self.largest)
+        return min(self._piece(step).batch if self.ramp else self.batch, self.largest)
 
     def samples_after(self, steps: int) -> int:
         """Return the total number of samples in the first `steps` steps."""

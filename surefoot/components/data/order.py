@@ -182,14 +182,17 @@ def check_ids(ids: ArrayLike, length: int) -> np.ndarray:
     negative numbers from the end.
     """
     ids = np.asarray(ids)
-    if ids.ndim == 1 and not len(ids):
+    # read as uint64, a negative number exceeds any length
+    if ids.ndim == 1 and ids.dtype == np.int64 and len(ids):  # called at every step
+        if int(np.maximum.reduce(ids.view(np.uint64))) < length:
+            return ids
+    elif ids.ndim == 1 and not len(ids):
         return ids.astype(np.int64)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise DataError(
             f"samples were requested by an array of dtype {ids.dtype} and shape {ids.shape}",
             hint=f"give a list of integers from 0 to {length - 1:,}",
         )
-    # as uint64, a negative number exceeds any length
     if ids.astype(np.uint64).max() >= length:
         wrong = int(ids[(ids < 0) | (ids >= length)][0])
         raise DataError(

@@ -103,23 +103,20 @@ class Meter:
         now_s = time.perf_counter()
         elapsed_s, self._since_s = now_s - self._since_s, now_s
         last = reports[-1]
+        firsts = [[*report.totals.values()][:1] for report in reports]
         return Summary(
             step=last.step,
             epoch=last.epoch,
             num_steps=len(reports),
             num_applied=len(applied),
-            num_samples=sum(report.num_samples for report in reports),
-            num_items=sum(
-                float(count)
-                for report in reports
-                for _, count, _ in list(report.totals.values())[:1]
-            ),
+            num_samples=sum([report.num_samples for report in reports]),
+            num_items=sum([float(count) for row in firsts for _, count, _ in row]),
             loss=sum(losses) if losses else None,
             terms=terms,
             gradient_norm=last.gradient_norm,
             learning_rate=None if last.learning_rate is None else float(last.learning_rate),
             elapsed_s=elapsed_s,
-            waiting_s=sum(report.waiting_s for report in reports),
+            waiting_s=sum([report.waiting_s for report in reports]),
             loss_scale=last.loss_scale,
         )
 

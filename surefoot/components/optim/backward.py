@@ -7,12 +7,14 @@ function runs, with identical results. A test compares both.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _run: Any = getattr(_engine, "run_backward", None)
 
 
@@ -25,11 +27,13 @@ def backward(
     `torch.autograd.backward`. A total that is a constant adds nothing, as in the sum of all totals.
     Returns False if all totals are constants, so that there is no backward pass.
     """
-    pairs = zip(totals, gradients, strict=True)
-    kept = [(total, gradient) for total, gradient in pairs if total.requires_grad]
-    if not kept:
-        return False
-    roots, seeds = zip(*kept, strict=True)
+    roots, seeds = tuple(totals), tuple(gradients)
+    if not all(map(_REQUIRES_GRAD, roots)):
+        pairs = zip(roots, seeds, strict=True)
+        kept = [(total, gradient) for total, gradient in pairs if total.requires_grad]
+        if not kept:
+            return False
+        roots, seeds = zip(*kept, strict=True)
     if _run is None or inputs is not None:
         torch.autograd.backward(roots, seeds, inputs=inputs)
         return True

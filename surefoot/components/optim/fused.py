@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from surefoot.core.errors import TaskError
 
 FUSED_DEVICES = ("cpu", "cuda")
+_GRAD = attrgetter("grad")
 HAVE_FUSED = ("Adam", "AdamW", "SGD", "Lars", "Lamb", "Adam8bit")
 
 
@@ -261,16 +262,16 @@ class FusedGroup:
 
         Nothing changes if `found_inf` is 1.
         """
-        grads = [parameter.grad for parameter in self._params]
-        if not grads:
-            return
-        kept = [number for number, grad in enumerate(grads) if grad is not None]
-        if len(kept) < len(grads):
+        grads = [grad for grad in map(_GRAD, self._params) if grad is not None]
+        if len(grads) < len(self._params):
+            kept = [n for n, parameter in enumerate(self._params) if parameter.grad is not None]
             self._step_some(kept, lr, grad_scale, found_inf)
+            return
+        if not grads:
             return
         self._call(
             self._params,
-            grads,  # type: ignore[arg-type]
+            grads,
             (self._steps, self._first, self._second, self._momentum),
             lr,
             grad_scale,

@@ -7,7 +7,9 @@ counter and the learning rate stay tensors on the device, and the host does not 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ from surefoot.core.errors import NumbersError, RunFolderError, SpecError, TaskEr
 
 ONE_GRAPH = 'a step as one graph (compile.what = "step")'
 RATE_HINT = "a schedule must return finite multipliers of the learning rate, such as 0.5"
+# attributes of many tensors, read without a Python loop at every step
+_GRAD, _LAYOUT = operator.attrgetter("grad"), operator.attrgetter("layout")
 CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ adds to the norm
 
 
@@ -244,17 +248,14 @@ class GuardedUpdate:
 
         Raises TaskError for a sparse gradient if the update is fused.
         """
-        found = []
+        found = [grad for grad in map(_GRAD, self._parameters) if grad is not None]
+        if all(map(operator.is_, map(_LAYOUT, found), repeat(torch.strided))):
+            return found
         for parameter in self._parameters:
-            grad = parameter.grad
-            if grad is None:
-                continue
-            if grad.layout is not torch.strided:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
                 self._check_takes_sparse(parameter)
-                parameter.grad = grad = grad.coalesce()
-                grad = fused.numbers_of(grad)
-            found.append(grad)
-        return found
+                parameter.grad = parameter.grad.coalesce()
+        return [fused.numbers_of(grad) for grad in map(_GRAD, self._parameters) if grad is not None]
 
     def _check_takes_sparse(self, parameter: Tensor) -> None:
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
@@ -317,7 +318,8 @@ class GuardedUpdate:
         self._apply(factor)
 
     def _apply(self, factor: float) -> None:
-        self._move_schedule()
+        num_applied = self.applied_steps
+        self._move_schedule(num_applied)
         scale = None if factor == 1.0 else self._scale.fill_(1.0 / factor)
         for optimizer, groups, held in zip(self.optimizers, self._fused, self._held, strict=True):
             if groups is None:
@@ -325,7 +327,7 @@ class GuardedUpdate:
             else:
                 for each in groups:
                     each.step(each.group["lr"], scale, None)
-        self.applied_steps += 1
+        self.applied_steps = num_applied + 1
 
     def places(self) -> dict[int, tuple[fused.FusedGroup, int]] | None:
         """Return the fused group of each parameter, and its index in that group, by its `id`.
@@ -427,15 +429,15 @@ class GuardedUpdate:
     def move_schedule(self) -> None:
         """Set the learning rate, and a scheduled momentum, of every group for this update."""
         self._follow_optimizers()
-        self._move_schedule()
+        self._move_schedule(self.applied_steps)
 
-    def _move_schedule(self) -> None:
-        multiplier = self._curve(self.applied_steps)
+    def _move_schedule(self, num_applied: int) -> None:
+        multiplier = self._curve(num_applied)
         if not math.isfinite(multiplier):
-            raise NumbersError(_no_rate(multiplier, self.applied_steps), hint=RATE_HINT)
+            raise NumbersError(_no_rate(multiplier, num_applied), hint=RATE_HINT)
         self._learning_rates.write([base * multiplier for base in self._learning_rates.read()])
         if self._momentum_curve is not None:
-            momentum = self._momentum_curve(self.applied_steps)
+            momentum = self._momentum_curve(num_applied)
             for group in self._groups:
                 _set_momentum(group, momentum)
 

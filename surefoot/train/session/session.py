@@ -203,6 +203,8 @@ class RunSession:
     def is_over(self) -> bool:
         """Return whether the run ends before another step; the result is the same on all ranks."""
         progress, stops, total = self.progress, self.stops, self.assembly.course.total_steps
+        if total is not None and self.group.is_alone:
+            return stops.outcome is not None or progress.step >= total
         is_late = False
         if total is None:
             spent_s = progress.before_s + time.perf_counter() - self.started_s

@@ -215,7 +215,8 @@ class Points:
     """Observers of a step, by the point at which they are called.
 
     Args:
-        batch_read: Called with each batch before the first forward pass.
+        batch_read: Called with each batch before the first forward pass. An observer that is done
+            removes itself from this list, since the others are called in every step.
         microbatch_done: Called after a backward pass with the update, the step's input, the index
             of the microbatch on this rank, and the loss terms so far.
         gradients_reduced: Called when the gradients are summed over all microbatches and ranks,
@@ -224,7 +225,7 @@ class Points:
         published: Called when the weights of the step are final.
     """
 
-    batch_read: tuple[Callable[[Batch], object], ...] = ()
+    batch_read: Sequence[Callable[[Batch], object]] = ()
     microbatch_done: tuple[Callable[[LiveUpdate, StepInput, int, Totals], object], ...] = ()
     gradients_reduced: tuple[Callable[[LiveUpdate, Totals], object], ...] = ()
     before_update: tuple[Callable[[], object], ...] = ()
@@ -251,8 +252,9 @@ class Observers:
         return Observers(*(list(getattr(self, each.name)) for each in fields(self)))
 
     def points(self) -> Points:
-        """Return the observers as tuples, which a step program keeps."""
-        return Points(*(tuple(getattr(self, each.name)) for each in fields(self)))
+        """Return the observers as a step program keeps them."""
+        _, *others = (tuple(getattr(self, each.name)) for each in fields(self))
+        return Points(self.batch_read, *others)
 
 
 def join_updates(given: StepInput, updates: list[UpdateDone]) -> StepDone:
@@ -271,9 +273,11 @@ def make_report(done: StepDone, num_samples: int, names: Sequence[str]) -> StepR
     `names` are the names of all updates of the task; with several, a loss term is reported as
     `update.term`.
     """
-    given, totals, keys = done.given, Totals(), dict[str, tuple[str, ...]]()
+    given, updates = done.given, done.updates
+    totals: Totals = {}
+    keys: dict[str, tuple[str, ...]] = {}
     rate: float | Tensor | None = 0.0
-    for update, gradients, _ in done.updates:
+    for update, gradients, _ in updates:
         mine = gradients.totals
         if len(names) > 1:
             mine = {f"{update.name}.{name}": row for name, row in mine.items()}
@@ -282,15 +286,16 @@ def make_report(done: StepDone, num_samples: int, names: Sequence[str]) -> StepR
         rate = learning_rate_of(update.guarded.optimizers[0].param_groups[0])
     if not given.is_sized:  # the batches do not tell their size
         num_samples = round(float(next((count for _, count, _ in totals.values()), 0)))
+    norm = updates[0].applied.norm if len(updates) == 1 else None
     report = StepReport(
-        step=given.number,
-        epoch=given.epoch,
-        num_samples=num_samples,
-        learning_rate=rate,
-        totals=totals,
-        norm=done.updates[0].applied.norm if len(done.updates) == 1 else None,
-        was_applied=done.was_applied,
-        waiting_s=given.waiting_s,
+        given.number,
+        given.epoch,
+        num_samples,
+        rate,
+        totals,
+        norm,
+        done.was_applied,
+        given.waiting_s,
     )
-    report.updates.update(keys)
+    report.updates = keys
     return report

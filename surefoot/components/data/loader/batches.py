@@ -46,14 +46,15 @@ class StepBatches(NamedTuple):
 
         `cut` has the sample numbers of each microbatch.
         """
-        kept = [
-            (read.batch, read.readable_ids(ids))
-            for ids, read in zip(cut, reads, strict=True)
-            if read.batch is not None
-        ]
-        bad = tuple(bad for read in reads for bad in read.bad)
-        batches, ids = [batch for batch, _ in kept], [ids for _, ids in kept]
-        return cls(number, window, batches, ids, bad, first)
+        batches: list[Batch] = []
+        kept: list[np.ndarray] = []
+        bad: tuple[UnreadableSample, ...] = ()
+        for ids, read in zip(cut, reads, strict=True):
+            bad += read.bad
+            if read.batch is not None:
+                batches.append(read.batch)
+                kept.append(read.readable_ids(ids) if read.bad else ids)
+        return cls(number, window, batches, kept, bad, first)
 
     @property
     def num_samples(self) -> int:

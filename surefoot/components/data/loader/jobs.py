@@ -5,6 +5,7 @@ The result does not depend on the worker that reads it.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +54,19 @@ class Reader:
     # thread-safe
     seeds: bool | None = None
 
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """True if a batch is what the source reads: it draws nothing, and all is read."""
+        fixes = hasattr(self.source, "at") or hasattr(type(self.source), "seeded")
+        return not (self._seeds or fixes or self.skips or self.augment is not None)
+
+    @functools.cached_property
+    def _seeds(self) -> bool:
+        return not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
+
     def __call__(self, epoch: int, ids: np.ndarray) -> ReadResult:
+        if self._is_plain:
+            return ReadResult(self.source.read(ids.copy()))
         source = fix_epoch(self.source, epoch, self.seed)
         with self._streams(epoch, ids):
             read = read_sound(source, ids) if self.skips else ReadResult(source.read(ids.copy()))
@@ -89,10 +102,9 @@ class Reader:
             return costs
 
     def _streams(self, epoch: int, ids: np.ndarray) -> AbstractContextManager[None]:
-        seeds = not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
         return (
             streams_of(derive(self.seed, epoch, *ids[:1].tolist(), DRAWS))
-            if seeds
+            if self._seeds
             else nullcontext()
         )
 

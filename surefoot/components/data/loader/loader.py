@@ -118,7 +118,7 @@ class Loader:
         if number != self._next:
             self._begin_at(number)
         self._next = number + 1
-        tickets = list[_SentJob]()
+        tickets: list[_SentJob] = []
         self._submit_next_jobs()
         while self._tickets and self._tickets[0].job.number == number:
             ticket = self._tickets[0]

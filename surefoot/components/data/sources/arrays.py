@@ -212,6 +212,7 @@ class Arrays:
                 hint="pass arrays of one length, at least 1",
             )
         self._length = lengths.pop()
+        self._has_elements = all(tensor.numel() for tensor in self._tensors)
         with ExitStack() as stack:
             for array in given:
                 stack.enter_context(without_readahead(array))
@@ -239,11 +240,19 @@ class Arrays:
         return self._length
 
     def read(self, ids: np.ndarray) -> Batch:
-        ids = check_ids(ids, self._length)
+        try:  # torch finds a number outside of the rows without the cost of `check_ids`
+            is_plain = type(ids) is np.ndarray and ids.ndim == 1 and self._has_elements
+            read = self._select_rows(ids) if is_plain else None
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            read = None
+        if read is None:
+            read = self._select_rows(check_ids(ids, self._length))
+        return dict(zip(self._names, read, strict=True)) if self._names else tuple(read)
+
+    def _select_rows(self, ids: np.ndarray) -> list[Tensor]:
         rows = torch.from_numpy(ids)
         select = _select if self._has_unsigned else Tensor.index_select
-        read = [select(tensor, 0, rows) for tensor in self._tensors]
-        return dict(zip(self._names, read, strict=True)) if self._names else tuple(read)
+        return [select(tensor, 0, rows) for tensor in self._tensors]
 
     def describe(self) -> str:
         names = self._names or tuple(str(number) for number in range(len(self._tensors)))

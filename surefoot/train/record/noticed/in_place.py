@@ -30,7 +30,7 @@ class WatchedForWrites:
         telling: Telling,
         observers: Observers,
     ) -> None:
-        self._step, self._telling = step, telling
+        self._step, self._telling, self._observers = step, telling, observers
         self._what = in_place.describe("the forward pass")
         is_known = any(warning.startswith(self._what) for warning in assembly.warnings)
         self._lent = in_place.InPlaceWriteCheck(assembly.feed.source)
@@ -46,11 +46,13 @@ class WatchedForWrites:
         if not self._num_left:
             return self._step(number)
         self._num_left -= 1
-        self._is_watched = True
+        is_last, self._is_watched = not self._num_left, True
         try:
             report = self._step(number)
         finally:
             self._is_watched = False
+            if is_last:
+                self._observers.batch_read.remove(self._on_batch)
         if self._lent.was_data_changed():
             self._telling.fault(GuardFault(number, "changed-data", in_place.HINT, self._what))
         return report
