@@ -63,7 +63,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         nccl: debug interface infiniband adapter infiniband_timeout infiniband_retries algorithm
         nccl: protocol peer_access
     """),
-    "evaluation": _name_keys("evaluate: split score every batch patience"),
+    "evaluation": _name_keys("evaluate: split score every batch batches patience"),
     "run": _name_keys("""
         checkpoint: every keep keep_every keep_best budget max_unsaved store background
         stability: max_skips diverged
@@ -84,7 +84,7 @@ DECIDED: Mapping[str, tuple[str, ...]] = {
     "verify --layouts": ("layout.shard", "layout.zero_stage"),
 }
 OF_RANKS = ("layout", "communication")
-_EVALUATING = ("evaluate.every", "evaluate.batch", "evaluate.patience")
+_EVALUATING = ("evaluate.every", "evaluate.batch", "evaluate.batches", "evaluate.patience")
 _ONE_PROCESS = (*OF_RANKS, "run", *_EVALUATING)  # single steps in this process
 _UNRECORDED = ("checkpoint.store", "observe.tensorboard", "observe.noise")
 _STEADY = (

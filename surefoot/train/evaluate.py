@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from itertools import islice
 from traceback import walk_tb
 from typing import Any, TypeVar, cast, get_args
 
@@ -28,9 +29,9 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.data.feed import WHOLE, Share, to_device
-from surefoot.components.data.loader.jobs import look
+from surefoot.components.data.loader.jobs import choose_samples, look
 from surefoot.components.data.order import derive
-from surefoot.components.data.sources.iterated import Iterated, copy_of
+from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.metrics import Better, Mean
 from surefoot.components.precision.policy import Compute, compute_context
 from surefoot.contract.events import Evaluated
@@ -118,8 +119,9 @@ def evaluate(
     group: Group = ALONE,
     is_even: bool = False,
     seed: int = 0,
+    limit: int | None = None,
 ) -> Evaluation:
-    """Evaluate `model` on every sample of `source`, in batches of `batch` samples.
+    """Evaluate `model` on the samples of `source`, in batches of `batch` samples.
 
     Args:
         model: The model.
@@ -135,12 +137,15 @@ def evaluate(
         group: The ranks that share the samples.
         is_even: Run equally many forward passes on all ranks, because each pass gathers weights.
         seed: Seed of random draws.
+        limit: Largest number of batches, which are spread evenly over samples that are read by
+            number, and are otherwise the first ones; None for all samples.
 
     Raises:
         SpecError: If `score` is not a metric of the task.
         TaskError: If a method of the task returns a value of the wrong type.
     """
     started_s = time.perf_counter()
+    source = _spread(source, batch, limit)
     total, size, num_samples = count_samples(source), _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
@@ -150,7 +155,7 @@ def evaluate(
         carried = CarriedState(model, task.state) if shares else None
         knows_end = not isinstance(source, Iterated) or source.has_length
         found = ((knows_end and read) or _count_batches)(source, size, device, share, key)
-        for inputs, known in seed_each(found, key, share):
+        for inputs, known in seed_each(islice(found, limit), key, share):
             part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
             num_samples += part.num_samples
@@ -159,6 +164,8 @@ def evaluate(
             if tell is not None:
                 done = num_samples if total is None else min(num_samples * share.size, total)
                 tell(done, total)
+        if limit is not None and isinstance(source, Iterated):
+            source.close()  # its workers would read on
         has_changed = carried is not None and carried.has_changed()
         num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
         for _ in range(num_idle):
@@ -179,10 +186,23 @@ def evaluate(
                 tell=tell,
                 read=read,
                 seed=seed,
+                limit=limit,
             )
         for part in gathered:
             merged.add(part)
     return _summarize(merged, task, split, score, precision, time.perf_counter() - started_s)
+
+
+def _spread(source: Source, batch: int, limit: int | None) -> Source:
+    """Return the source of `limit` batches that are spread evenly over the samples of `source`.
+
+    Without a limit, or if it has no more batches, that is `source` itself, and a source that is
+    read in sequence, too.
+    """
+    length, count = len(source), (limit or 0) * batch
+    if limit is None or source.guarantee != "proven" or count >= length:
+        return source
+    return choose_samples(source, np.arange(count, dtype=np.int64) * length // count)
 
 
 def _summarize(
@@ -335,7 +355,10 @@ def try_out(
         has_two = size == batch or len(source) >= 2 * size
         if isinstance(source, Iterated):  # a stream may have no way to put back a second batch
             has_two = False
-        few = _Few(source, min(2 * size if has_two else size, len(source)))
+        # a forward pass may write into its inputs; the data must not change
+        few = choose_samples(
+            source, np.arange(min(2 * size if has_two else size, len(source))), copies=True
+        )
         with watch_weights(model):
             return evaluate(
                 model,
@@ -376,30 +399,6 @@ def _hint_failed_trial(error: BaseException, task: ResolvedTask) -> str:
     if any(frame.f_code is own for frame, _ in walk_tb(error.__traceback__)):
         return NO_LOSS_HINT
     return "run with --traceback to see where"
-
-
-class _Few:
-    """First `length` samples of a source."""
-
-    def __init__(self, source: Source, length: int) -> None:
-        self.guarantee = source.guarantee
-        self.digest = source.digest
-        self._source = source
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def read(self, ids: np.ndarray) -> Batch:
-        # a forward pass may write into its inputs; the data must not change
-        return copy_of(self._source.read(ids))
-
-    def describe(self) -> str:
-        return self._source.describe()
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an optional attribute of the wrapped source."""
-        return getattr(self._source, name)
 
 
 def _outcome(model: nn.Module, task: ResolvedTask, inputs: Batch) -> tuple[Output, Loss | None]:

@@ -127,12 +127,16 @@ def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoo
             "resume whole --fork other --from 8 --set evaluate.split=train --steps 9 --quiet"
         )
     )
+    surefoot(
+        *shlex.split("resume whole --fork part --from 8 --set evaluate.batches=1 --steps 9 --quiet")
+    )
     saved = {
         run: json.loads((manifest.step_folder(Path(run), 8) / "state.json").read_text())["scores"]
-        for run in ("same", "other")
+        for run in ("same", "other", "part")
     }
     assert saved["same"]["best_step"] in (4, 8)
     assert saved["other"]["best_step"] is None
+    assert saved["part"]["best_step"] is None
     assert (
         "the best score is reset: evaluations now measure another quantity"
         in started("other")[0].notes

@@ -102,6 +102,7 @@ EDITS = {
     "evaluate.split": ("other", "fork"),
     "evaluate.every": ("3 steps", "fork"),
     "evaluate.batch": (7, "fork"),
+    "evaluate.batches": (2, "fork"),
     "evaluate.score": ("loss", "fork"),
     "evaluate.patience": (3, "fork"),
     "precision.compute": ("bf16", "fork"),

@@ -152,7 +152,7 @@ class Feed:
         self.steps_per_epoch = None if ramp else self.steps_for(self._end)
         for samples, next_batch in ramp[1:]:
             step = self.steps_for(samples)
-            made = FeedPiece(step, *self._find_position(step), next_batch)
+            made = FeedPiece(step, *self.find_position(step), next_batch)
             # a piece that would end before its first step is dropped
             self._pieces = [piece for piece in self._pieces if piece.step < step] + [made]
         self._epoch = -1
@@ -162,7 +162,7 @@ class Feed:
 
     def window(self, step: int) -> SampleWindow:
         """Return the samples of step `step`, counted from 0."""
-        epoch, start = self._find_position(step)
+        epoch, start = self.find_position(step)
         stop = min(start + self.batch_at(step), self._end)
         if (
             epoch != self._epoch
@@ -239,7 +239,7 @@ class Feed:
 
     def samples_after(self, steps: int) -> int:
         """Return the total number of samples in the first `steps` steps."""
-        epoch, start = self._find_position(steps)
+        epoch, start = self.find_position(steps)
         return epoch * self._end + start
 
     def steps_for(self, samples: float | Fraction) -> int:
@@ -275,17 +275,8 @@ class Feed:
             return step / self.steps_per_epoch
         return self.samples_after(step) / self._end
 
-    def _piece(self, step: int) -> FeedPiece:
-        if len(self._pieces) == 1:
-            return self._pieces[0]
-        return next(each for each in reversed(self._pieces) if each.step <= step)
-
-    def _steps_to_epoch_end(self, piece: FeedPiece) -> int:
-        """Return the number of steps from the start of `piece` to the end of its first epoch."""
-        return -(-(self._end - piece.start) // piece.batch)
-
-    def _find_position(self, step: int) -> tuple[int, int]:
-        """Return the epoch, and the position in it, at which step `step` (from 0) starts."""
+    def find_position(self, step: int) -> tuple[int, int]:
+        """Return the epoch, and the position in it, at which step `step` starts; all from 0."""
         if self.steps_per_epoch is not None:
             epoch, within = divmod(step, self.steps_per_epoch)
             return epoch, within * self.batch
@@ -297,6 +288,15 @@ class Feed:
             done - self._steps_to_epoch_end(piece), -(-self._end // piece.batch)
         )
         return piece.epoch + 1 + epochs, within * piece.batch
+
+    def _piece(self, step: int) -> FeedPiece:
+        if len(self._pieces) == 1:
+            return self._pieces[0]
+        return next(each for each in reversed(self._pieces) if each.step <= step)
+
+    def _steps_to_epoch_end(self, piece: FeedPiece) -> int:
+        """Return the number of steps from the start of `piece` to the end of its first epoch."""
+        return -(-(self._end - piece.start) // piece.batch)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

@@ -162,6 +162,13 @@ KEYS: Mapping[str, Sequence[str]] = {
         "batch_size",
         "per_device_eval_batch_size",
     ),
+    "evaluate.batches": (
+        "limit_val_batches",
+        "limit_eval_batches",
+        "eval_batches",
+        "eval_iters",
+        "max_eval_batches",
+    ),
     "evaluate.score": ("metric", "monitor", "metric_for_best_model"),
     "evaluate.patience": ("early_stopping", "early_stopping_patience"),
     "precision.compute": ("dtype", "amp", "mixed_precision", "autocast", "precision"),

@@ -361,6 +361,13 @@ class EvaluateTable(SpecTable):
         ),
     )
     batch: Positive | None = Field(None, description="Batch size of evaluation; none: train.batch.")
+    batches: Positive | None = Field(
+        None,
+        description=(
+            "Evaluate at most so many batches of a split, spread evenly over samples that are read "
+            "by number, or else the first ones; none: the whole split."
+        ),
+    )
     score: str | None = Field(
         None,
         description=(

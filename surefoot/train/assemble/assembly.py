@@ -133,6 +133,7 @@ class Assembly:
             group=group,
             is_even=self.is_even,
             seed=self.spec.train.seed,
+            limit=self.spec.evaluate.batches,
         )
 
     @property

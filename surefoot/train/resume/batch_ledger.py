@@ -27,7 +27,7 @@ class BatchLedger:
 
     def add(self, step: int, numbers: np.ndarray) -> None:
         """Add the batches of a step, given by the indices of its samples in the epoch."""
-        epoch = self._feed.window(step - 1).epoch
+        epoch, _ = self._feed.find_position(step - 1)
         for number in self._source.batches_of(numbers.tolist()):
             row = self._read.get((epoch, number))
             self._file.add(step, epoch, number, () if row is None else row.ids)

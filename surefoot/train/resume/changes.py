@@ -162,6 +162,7 @@ RULES = (
     ChangeRule("data.*", "fork", "the data order differs from the first new step"),
     ChangeRule("evaluate.split", "fork", "the best score is reset if the first split changes"),
     ChangeRule("evaluate.score", "fork", "the best score is reset"),
+    ChangeRule("evaluate.batches", "fork", "the best score is reset"),
     ChangeRule("evaluate.*", "fork", "the new values apply from the first new step"),
     ChangeRule("*", "fork", "the new values apply from the first new step"),
 )
@@ -352,7 +353,7 @@ def _switches_average(change: Change) -> bool:
 def starts_scores_anew(changes: Sequence[Change]) -> bool:
     """Return whether an evaluation now measures a different quantity than before."""
     return any(
-        change.key == "evaluate.score"
+        change.key in ("evaluate.score", "evaluate.batches")
         or change.key.startswith("task.")
         or (change.key == "evaluate.split" and _first(change.was) != _first(change.now))
         for change in changes

@@ -18,6 +18,7 @@ from surefoot.components.data.feed import SampleWindow
 from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.loader.streams import DRAWS, streams_of, streams_of_epoch
 from surefoot.components.data.order import Keys, derive
+from surefoot.components.data.sources.iterated import copy_of
 from surefoot.contract.task import Batch, Source
 
 Augment = Callable[[Batch, Any], Batch]
@@ -41,9 +42,9 @@ class Job:
 class Reader:
     """Function that reads and augments the samples `ids` of an epoch.
 
-    It is pure, so that any worker may call it, any number of times. The source gets a copy of
-    `ids`, since a source that changed the array in place would also change the record of the
-    samples that the run has read.
+    It is pure, so that any worker may call it, any number of times. A source of the user gets a
+    copy of `ids`, since a source that changed the array in place would also change the record of
+    the samples that the run has read.
     """
 
     source: Source
@@ -61,15 +62,20 @@ class Reader:
         return not (self._seeds or fixes or self.skips or self.augment is not None)
 
     @functools.cached_property
+    def _keeps_ids(self) -> bool:
+        return "keeps_ids" in vars(type(self.source))  # a subclass may read otherwise
+
+    @functools.cached_property
     def _seeds(self) -> bool:
         return not getattr(self.source, "thread_safe", False) if self.seeds is None else self.seeds
 
     def __call__(self, epoch: int, ids: np.ndarray) -> ReadResult:
+        asked = ids if self._keeps_ids else ids.copy()
         if self._is_plain:
-            return ReadResult(self.source.read(ids.copy()))
+            return ReadResult(self.source.read(asked))
         source = fix_epoch(self.source, epoch, self.seed)
         with self._streams(epoch, ids):
-            read = read_sound(source, ids) if self.skips else ReadResult(source.read(ids.copy()))
+            read = read_sound(source, ids) if self.skips else ReadResult(source.read(asked))
             if self.augment is None or read.batch is None:
                 return read
             keys = Keys(self.seed, epoch, sample_ids(self.source, read.readable_ids(ids)))
@@ -131,6 +137,47 @@ def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> S
     elif hasattr(type(source), "seeded"):  # a wrapper of a source wraps the result itself
         made = made.seeded(derive(seed, epoch))
     return cast(Source, made)
+
+
+class SomeSamples:
+    """Source of the samples `numbers` of another source, counted from 0 in that order.
+
+    With `copies`, each batch is a copy, so that code that writes into it does not change the data.
+    """
+
+    def __init__(self, source: Source, numbers: np.ndarray, *, copies: bool = False) -> None:
+        self.guarantee, self.digest = source.guarantee, source.digest
+        self._source, self._numbers, self._copies = source, numbers, copies
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, ids: np.ndarray) -> Batch:
+        batch = self._source.read(self._numbers[ids])
+        return copy_of(batch) if self._copies else batch
+
+    def describe(self) -> str:
+        return f"{len(self):,} of {self._source.describe()}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an optional attribute of the wrapped source."""
+        if name.startswith("_"):  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
+class SomeDrawnSamples(SomeSamples):
+    """`SomeSamples` of a dataset that draws: the draws depend on the sample, as without it."""
+
+    def seeded(self, key: int) -> Source:
+        inner: Any = self._source
+        return SomeSamples(inner.seeded(key), self._numbers, copies=self._copies)
+
+
+def choose_samples(source: Source, numbers: np.ndarray, *, copies: bool = False) -> Source:
+    """Return the source of the samples `numbers` of `source`."""
+    kind = SomeDrawnSamples if hasattr(type(source), "seeded") else SomeSamples
+    return kind(source, numbers, copies=copies)
 
 
 def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:
