@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from surefoot.components import checkpoint
 from surefoot.components.data.feed import WHOLE, Share, to_device
-from surefoot.components.data.loader.jobs import choose_samples, look
+from surefoot.components.data.loader.jobs import choose_samples, look, spread_samples
 from surefoot.components.data.order import derive
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.metrics import Better, Mean
@@ -137,15 +137,14 @@ def evaluate(
         group: The ranks that share the samples.
         is_even: Run equally many forward passes on all ranks, because each pass gathers weights.
         seed: Seed of random draws.
-        limit: Largest number of batches, which are spread evenly over samples that are read by
-            number, and are otherwise the first ones; None for all samples.
+        limit: Largest number of batches (key `evaluate.batches`); None for all samples.
 
     Raises:
         SpecError: If `score` is not a metric of the task.
         TaskError: If a method of the task returns a value of the wrong type.
     """
     started_s = time.perf_counter()
-    source = _spread(source, batch, limit)
+    source = spread_samples(source, limit and limit * batch)
     total, size, num_samples = count_samples(source), _batch_size(source, batch), 0
     shares = not group.is_alone and source.guarantee == "proven"
     share = Share(group.rank, group.size) if shares else WHOLE
@@ -153,19 +152,14 @@ def evaluate(
     compute, key = compute_context(precision, device), evaluation_key(seed, split)
     with preserve_state(model, task.state), _generators_kept(source):
         carried = CarriedState(model, task.state) if shares else None
-        knows_end = not isinstance(source, Iterated) or source.has_length
-        found = ((knows_end and read) or _count_batches)(source, size, device, share, key)
-        for inputs, known in seed_each(islice(found, limit), key, share):
+        for inputs, known in _read(source, size, device, share, key, read, limit):
             part = _evaluate_batch(model, task, inputs, known, compute)
             mine.append(part) if shares else merged.add(part)
             num_samples += part.num_samples
             if carried is not None:
                 carried.after_batch()
             if tell is not None:
-                done = num_samples if total is None else min(num_samples * share.size, total)
-                tell(done, total)
-        if limit is not None and isinstance(source, Iterated):
-            source.close()  # its workers would read on
+                tell(num_samples if total is None else min(num_samples * share.size, total), total)
         has_changed = carried is not None and carried.has_changed()
         num_idle = -(-len(source) // (size * share.size)) - len(mine) if shares and is_even else 0
         for _ in range(num_idle):
@@ -186,23 +180,27 @@ def evaluate(
                 tell=tell,
                 read=read,
                 seed=seed,
-                limit=limit,
             )
         for part in gathered:
             merged.add(part)
     return _summarize(merged, task, split, score, precision, time.perf_counter() - started_s)
 
 
-def _spread(source: Source, batch: int, limit: int | None) -> Source:
-    """Return the source of `limit` batches that are spread evenly over the samples of `source`.
-
-    Without a limit, or if it has no more batches, that is `source` itself, and a source that is
-    read in sequence, too.
-    """
-    length, count = len(source), (limit or 0) * batch
-    if limit is None or source.guarantee != "proven" or count >= length:
-        return source
-    return choose_samples(source, np.arange(count, dtype=np.int64) * length // count)
+def _read(
+    source: Source,
+    size: int,
+    device: torch.device,
+    share: Share,
+    key: int,
+    read: Reading | None,
+    limit: int | None,
+) -> Iterator[tuple[Batch, int | None]]:
+    """Yield the batches of an evaluation, up to `limit`, with seeded random generators."""
+    knows_end = not isinstance(source, Iterated) or source.has_length
+    found = ((knows_end and read) or _count_batches)(source, size, device, share, key)
+    yield from seed_each(islice(found, limit), key, share)
+    if limit is not None and isinstance(source, Iterated):
+        source.close()  # its workers would read on
 
 
 def _summarize(

@@ -63,7 +63,7 @@ class Reader:
 
     @functools.cached_property
     def _keeps_ids(self) -> bool:
-        return "keeps_ids" in vars(type(self.source))  # a subclass may read otherwise
+        return "_keeps_ids" in vars(type(self.source))  # a subclass may read otherwise
 
     @functools.cached_property
     def _seeds(self) -> bool:
@@ -178,6 +178,17 @@ def choose_samples(source: Source, numbers: np.ndarray, *, copies: bool = False)
     """Return the source of the samples `numbers` of `source`."""
     kind = SomeDrawnSamples if hasattr(type(source), "seeded") else SomeSamples
     return kind(source, numbers, copies=copies)
+
+
+def spread_samples(source: Source, count: int | None) -> Source:
+    """Return the source of at most `count` samples, spread evenly over those of `source`.
+
+    It is `source` itself for None, and if it is read sequentially.
+    """
+    length = len(source)
+    if count is None or count >= length or source.guarantee != "proven":
+        return source
+    return choose_samples(source, np.arange(count, dtype=np.int64) * length // count)
 
 
 def look(source: Source, epoch: int, ids: np.ndarray, seed: int) -> Batch:

@@ -188,7 +188,7 @@ class Arrays:
 
     guarantee: Guarantee = "proven"
     thread_safe = True
-    keeps_ids = True  # `read` does not change them
+    _keeps_ids = True  # `read` does not change them
 
     def __init__(self, *arrays: ArrayLike, **named: ArrayLike) -> None:
         if bool(arrays) == bool(named):

@@ -64,7 +64,7 @@ class Iterated:
 
     guarantee: Guarantee = "replayed"
     thread_safe = False
-    keeps_ids = True  # reading does not change them
+    _keeps_ids = True  # reading does not change them
     draws_by_sample = False  # random draws of the dataset depend on the sample, not on its batch
     step_size = 1
     is_sharded = False  # it is a ShardedStream
