@@ -23,7 +23,7 @@ from surefoot.components.data.sources.tables import Table
 from surefoot.components.data.sources.tensors import Safetensors
 from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.components.data.sources.tokens import Tokens
-from surefoot.components.data.sources.wrapped import TorchDataset, as_source
+from surefoot.components.data.sources.wrapped import Concat, TorchDataset, as_source
 from surefoot.components.data.tars.source import Tars
 from surefoot.components.data.tars.stream import TarStream
 from surefoot.components.data.transforms.colors import Jitter, Normalize
@@ -41,6 +41,7 @@ __all__ = [
     "Arrays",
     "BlockShuffle",
     "CenterCrop",
+    "Concat",
     "Crop",
     "Cutout",
     "Erase",

@@ -6,17 +6,18 @@ Only this module reads the environment. Arguments take precedence over environme
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import socket
 import stat
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from surefoot.core.errors import InputError
+from surefoot.core.errors import DataError, InputError
 from surefoot.core.process import launchers
 from surefoot.core.process.forked import call_in_children
 
@@ -252,6 +253,30 @@ def has_threads() -> bool:
 def whole_path(path: str | Path) -> Path:
     """Return `path` as an absolute path, with `~` expanded."""
     return Path(path).expanduser().absolute()
+
+
+def find_files(paths: str | Path | Iterable[str | Path]) -> list[Path]:
+    """Return the files that a path, a pattern such as `data/train_*.bin`, or a list of them names.
+
+    The files of a pattern are sorted by name. A path that exists is not read as a pattern.
+    Raises DataError for a pattern without a match.
+    """
+    found: list[Path] = []
+    for given in [paths] if isinstance(paths, str | Path) else paths:
+        path = folder = whole_path(given)
+        while not folder.exists():
+            folder = folder.parent
+        pattern = str(path.relative_to(folder))  # the names of existing folders are no pattern
+        if not glob.has_magic(pattern):
+            found.append(path)
+            continue
+        names = sorted(glob.glob(pattern, root_dir=folder, recursive=True))
+        if not names:
+            raise DataError(
+                f"no file matches {path}", hint="check the folder and the pattern of the names"
+            )
+        found += [folder / name for name in names]
+    return found
 
 
 def cache_folder() -> Path:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,9 +31,10 @@ from surefoot.components.data.sources.tokens import (
     open_tokens,
     to_int64,
 )
+from surefoot.components.data.sources.wrapped import Concat
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
-from surefoot.core.place import whole_path
+from surefoot.core.place import find_files
 
 SCAN_TOKENS = 1 << 24  # of a memory map at a time, to find the ends of documents
 NO_DOCUMENT = -1  # document index of padding
@@ -135,18 +137,20 @@ class Packed:
 
 
 class TokenFile:
-    """Source of windows of the tokens in a memory-mapped file: `TokenFile("train.bin", 1024)`.
+    """Source of windows of the tokens in memory-mapped files: `TokenFile("train_*.bin", 1024)`.
 
-    The windows are like those of `Tokens`. With `end` or `offsets`, whole documents are packed into
-    rows instead, as `Packed` does.
+    The windows are like those of `Tokens`, and none has tokens of two files. With `end` or
+    `offsets`, whole documents are packed into rows instead, as `Packed` does.
 
     Args:
-        path: The file: .npy, or little-endian numbers of `dtype` and nothing else.
+        path: The file: .npy, or little-endian numbers of `dtype`, after the header of llm.c if the
+            file has one. Several files are a list, or a pattern, and are read in that order, or in
+            that of their names.
         length: Tokens of a window or row (T).
         dtype: Integer dtype of a file that is not .npy.
         end: Token that ends each document; the file is read once to find the documents.
-        offsets: File of the positions at which documents begin: .npy, or raw int64.
-            `find_documents` returns offsets that can be stored.
+        offsets: File of the positions at which documents begin: .npy, or raw int64. Several token
+            files have one each. `find_documents` returns offsets that can be stored.
 
     Raises:
         DataError: For files in other formats, and if both `end` and `offsets` are given.
@@ -157,42 +161,50 @@ class TokenFile:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Sequence[str | Path],
         length: int,
         *,
         dtype: str = "uint16",
         end: int | None = None,
-        offsets: str | Path | None = None,
+        offsets: str | Path | Sequence[str | Path] | None = None,
     ) -> None:
         if end is not None and offsets is not None:
             raise DataError(
                 "TokenFile got both an end token and offsets", hint="give one of the two"
             )
-        self.path = whole_path(path)
-        offsets = offsets if offsets is None else whole_path(offsets)
-        self._again = partial(TokenFile, length=length, dtype=dtype, end=end, offsets=offsets)
-        ids = open_tokens(self.path, dtype)
-        found = (
-            find_documents(ids, end)
-            if end is not None
-            else None
-            if offsets is None
-            else _open_offsets(offsets)
-        )
-        self._source = Tokens(ids, length) if found is None else Packed(ids, found, length)
+        self.paths = find_files(path)
+        starts = None if offsets is None else find_files(offsets)
+        self._again = partial(TokenFile, length=length, dtype=dtype, end=end, offsets=starts)
+        if not self.paths or len(starts or self.paths) != len(self.paths):
+            raise DataError(
+                f"TokenFile got {len(self.paths)} token files and {len(starts or ())} files of "
+                "offsets",
+                hint="give one token file or more, and as many files of offsets, or none",
+            )
+        sources: list[Packed | Tokens] = []
+        for number, each in enumerate(self.paths):
+            ids = open_tokens(each, dtype)
+            if end is not None:
+                sources.append(Packed(ids, find_documents(ids, end), length))
+            elif starts is not None:
+                sources.append(Packed(ids, _open_offsets(starts[number]), length))
+            else:
+                sources.append(Tokens(ids, length))
+        self._source: Any = sources[0] if len(sources) == 1 else Concat(sources)
         self.digest, self.tokens_per_sample = self._source.digest, self._source.tokens_per_sample
 
     def __len__(self) -> int:
         return len(self._source)
 
     def read(self, ids: np.ndarray) -> dict[str, Tensor]:
-        return self._source.read(ids)
+        batch: dict[str, Tensor] = self._source.read(ids)
+        return batch
 
     def describe(self) -> str:
-        return f"{self.path.name}: {self._source.describe()}"
+        return f"{self.paths[0].name}: {self._source.describe()}"
 
     def __reduce__(self) -> tuple[Any, ...]:  # another process maps the file itself
-        return self._again, (self.path,)
+        return self._again, (self.paths,)
 
 
 def block_diagonal(documents_BT: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from surefoot.components.data.tars.shards import Sample
 from surefoot.components.data.tars.source import Transform, make_batch
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError, require_package
-from surefoot.core.place import whole_path
+from surefoot.core.place import find_files
 from surefoot.core.process.forked import make_lock
 
 CACHE_BYTES = 256 << 20
@@ -69,7 +69,7 @@ class Table:
     groups in shuffled order is therefore slow: write groups of some thousand rows.
 
     Args:
-        paths: One file or several, with the same columns.
+        paths: One file, a pattern such as "train-*.parquet", or a list; with the same columns.
         transform: Function of the dict of each row, called before batching, for example to bring
             images to one size.
         cache_bytes: Maximum size of the most recently used groups that stay in memory; at least one
@@ -95,7 +95,7 @@ class Table:
         cache_bytes: int = CACHE_BYTES,
         **columns: str,
     ) -> None:
-        given = [whole_path(path) for path in ([paths] if isinstance(paths, str | Path) else paths)]
+        given = find_files(paths)
         if not given or not columns:
             raise DataError(
                 "Table needs a file and a column to read",

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 
 IGNORED = -100  # a target that the loss ignores
+HEADER_BYTES = 1024  # of llm.c
+TOKEN_BYTES = {20240520: 2, 20240801: 4}  # magic number of the header -> bytes of a token
 # of a longer stream, pieces are hashed: hashing 20 GB would take half a minute
 WHOLE_BYTES = 64 << 20
 PIECES, PIECE_TOKENS = 256, 2048
@@ -129,8 +133,10 @@ def digest_of(ids: np.ndarray) -> str:
 def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
     """Open a file of tokens as a memory map: .npy, or little-endian numbers of `dtype`.
 
-    Raises DataError for a dtype that is not an integer, and for a file that is missing or empty, or
-    whose size is not a multiple of the dtype's size.
+    A file that llm.c or modded-nanogpt wrote begins with a header of 256 int32 numbers, which are
+    no tokens: `write_datafile` in https://github.com/karpathy/llm.c, dev/data/data_common.py.
+    Raises DataError for a dtype that is not an integer or not that of the header, and for a file
+    that is missing or empty, or whose size does not fit the dtype or the header.
     """
     given = Path(path).expanduser()
     if given.suffix == ".npy":
@@ -147,6 +153,8 @@ def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
         )
     try:
         num_bytes = given.stat().st_size
+        if (found := _read_header(given)) is not None:
+            return _open_after_header(given, kind, num_bytes, *found)
         if num_bytes and num_bytes % kind.itemsize == 0:
             return np.memmap(given, dtype=kind, mode="r")
     except OSError as error:
@@ -165,3 +173,31 @@ def open_tokens(path: str | Path, dtype: str) -> np.ndarray:
         ),
         hint="give the dtype that was written, or copy the file again",
     )
+
+
+def _read_header(path: Path) -> tuple[int, int] | None:
+    """Return the bytes of a token and the number of tokens by the header of llm.c, if any."""
+    with path.open("rb") as file:
+        start = file.read(12)
+    if len(start) < 12:
+        return None
+    magic, _, count = struct.unpack("<3i", start)
+    return (TOKEN_BYTES[magic], count) if magic in TOKEN_BYTES and count > 0 else None
+
+
+def _open_after_header(
+    path: Path, kind: np.dtype[Any], num_bytes: int, token_bytes: int, count: int
+) -> np.ndarray:
+    if kind.itemsize != token_bytes:
+        name = {2: "uint16", 4: "uint32"}[token_bytes]
+        raise DataError(
+            f"{path} has a header that says {token_bytes} bytes a token, but dtype is {kind.name}",
+            hint=f'give dtype="{name}"',
+        )
+    if num_bytes != HEADER_BYTES + count * token_bytes:
+        raise DataError(
+            f"{path} has {num_bytes:,} bytes, but its header says {count:,} tokens of "
+            f"{token_bytes} bytes after {HEADER_BYTES:,} bytes",
+            hint="copy the file again",
+        )
+    return np.memmap(path, dtype=kind, mode="r", offset=HEADER_BYTES)

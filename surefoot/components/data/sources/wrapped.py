@@ -187,6 +187,116 @@ def without_nesting(dataset: Any) -> Any:
     return dataset
 
 
+class Concat:
+    """Source of the samples of several sources, one after another, with one order over all.
+
+    Their batches must have the same structure, dtypes and shapes, such as the windows of several
+    token files. Datasets of torch are joined by `torch.utils.data.ConcatDataset` instead, so that
+    a collate function gets the samples of a batch together.
+
+    Args:
+        sources: The sources, whose samples are read by number, or what `as_source` takes.
+
+    Raises:
+        DataError: For no source, one of another kind, and sources of images whose classes differ.
+            On reading, for batches that differ.
+    """
+
+    guarantee: Guarantee = "proven"
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self._sources = [as_source(each) for each in sources]
+        if not self._sources:
+            raise DataError("Concat got no source", hint="give one source or more in a list")
+        for each in self._sources:
+            if each.guarantee != "proven" or isinstance(each, TorchDataset):
+                raise DataError(
+                    f"Concat cannot join {each.describe()}",
+                    hint="join datasets with torch.utils.data.ConcatDataset; a stream or a "
+                    "DataLoader cannot be joined",
+                )
+        self.classes = getattr(self._sources[0], "classes", None)
+        for each in self._sources:
+            if (others := getattr(each, "classes", None)) != self.classes:
+                raise DataError(
+                    f"Concat got sources with different classes: {self.classes} and {others}",
+                    hint="give each the same classes, in the same order, since labels are numbers",
+                )
+        self._ends = np.cumsum([len(each) for each in self._sources])
+        self.thread_safe = all(getattr(each, "thread_safe", False) for each in self._sources)
+        digests = " ".join(each.digest for each in self._sources)
+        self.digest = hashlib.sha256(digests.encode()).hexdigest()
+        tokens = [getattr(each, "tokens_per_sample", None) for each in self._sources]
+        if None not in tokens:
+            counts = [len(each) for each in self._sources]
+            self.tokens_per_sample = np.dot(cast(Any, tokens), counts) / len(self)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, ids: np.ndarray) -> Batch:
+        ids = check_ids(ids, len(self))
+        owners = np.searchsorted(self._ends, ids, side="right")
+        parts: list[tuple[np.ndarray, Batch]] = []
+        for owner in np.unique(owners).tolist():
+            places = np.flatnonzero(owners == owner)
+            before = int(self._ends[owner - 1]) if owner else 0
+            parts.append((places, self._sources[owner].read(ids[places] - before)))
+        if not parts:
+            return self._sources[0].read(ids)
+        return parts[0][1] if len(parts) == 1 else _merge_rows(parts, len(ids))
+
+    def describe(self) -> str:
+        first, count = self._sources[0].describe(), len(self._sources)
+        return f"{len(self):,} samples of {count} sources, the first with {first}"
+
+
+def _merge_rows(parts: list[tuple[np.ndarray, Any]], size: int) -> Batch:
+    """Return one batch of `size` samples from parts of it, each with the places of its rows.
+
+    Raises DataError if the parts have different structures, dtypes or shapes.
+    """
+    first = parts[0][1]
+    if isinstance(first, Tensor) and all(isinstance(each, Tensor) for _, each in parts):
+        if len({(each.dtype, each.shape[1:], each.ndim > 0) for _, each in parts}) == 1:
+            made = first.new_empty((size, *first.shape[1:]))
+            for places, rows in parts:
+                made[torch.from_numpy(places)] = rows
+            return made
+    elif all(type(each) is type(first) for _, each in parts):
+        if isinstance(first, Mapping) and all(each.keys() == first.keys() for _, each in parts):
+            return {
+                key: _merge_rows([(places, each[key]) for places, each in parts], size)
+                for key in first
+            }
+        if isinstance(first, tuple) and len({len(each) for _, each in parts}) == 1:
+            rows = (
+                _merge_rows([(places, each[number]) for places, each in parts], size)
+                for number in range(len(first))
+            )
+            return tuple(rows)
+        if isinstance(first, list) and all(len(each) == len(places) for places, each in parts):
+            of_place = {
+                place: row
+                for places, each in parts
+                for place, row in zip(places.tolist(), each, strict=True)
+            }
+            return [of_place[place] for place in range(size)]
+    kinds = ", ".join(dict.fromkeys(_describe_rows(each) for _, each in parts))
+    raise DataError(
+        f"the sources of a Concat give batches that differ: {kinds}",
+        hint="give sources of the same fields, dtypes and shapes",
+    )
+
+
+def _describe_rows(rows: Any) -> str:
+    if isinstance(rows, Tensor):
+        return f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
+    if isinstance(rows, Mapping):
+        return f"the fields {', '.join(map(str, rows))}"
+    return f"a {type(rows).__name__}" + (f" of {len(rows)}" if isinstance(rows, tuple) else "")
+
+
 SHOWN = 8  # samples in a message
 SOURCE_HAS = ("guarantee", "digest", "read", "describe")
 INSTEAD = {  # what is often given instead of a source, and a hint
