@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from surefoot.components.data.blocks import BlockShuffle, Order, measure_mixing
 from surefoot.components.data.feed import Feed, StreamShard, to_device
+from surefoot.components.data.mixture import Mixture
 from surefoot.components.data.order import Keys
 from surefoot.components.data.remote.fetch import RetryPolicy
 from surefoot.components.data.remote.shards import Remote
@@ -51,6 +52,7 @@ __all__ = [
     "Jitter",
     "Keys",
     "Mirror",
+    "Mixture",
     "Normalize",
     "Order",
     "Packed",

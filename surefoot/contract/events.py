@@ -130,6 +130,7 @@ class Step(Event):
     loss_scale: float | None = None
     noise: Mapping[str, float | None] = field(default_factory=dict)
     ranks: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    sources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeVar
 
 from surefoot.contract import events
 from surefoot.contract.commits import sync_folder
@@ -34,6 +34,7 @@ LARGEST = 2**63
 ROW = struct.Struct("<IIQ")
 # buffered at most: a kill loses these rows together with the steps that they belong to
 MAX_BUFFERED_BYTES = 4096 * ROW.size
+MAX_HEADER_BYTES = 256 * HEADER_BYTES  # a damaged one may have no end
 MAX_WAITING = 64  # steps whose samples wait to be hashed
 
 
@@ -44,7 +45,7 @@ class Plan:
     `samples` is the size of the data set; `seed` and `shuffle` determine the order. `ramp` lists
     (samples seen, batch size from there on) of a batch size that grows. If `window` is not 0, the
     data are divided into chunks of `chunk` samples, and the samples of `window` chunks are shuffled
-    together.
+    together. `mixture` describes a mixture of sources; `samples` is then the length of an epoch.
     """
 
     samples: int
@@ -55,6 +56,7 @@ class Plan:
     ramp: tuple[tuple[int, int], ...] = ()
     chunk: int = 0
     window: int = 0
+    mixture: str = ""
 
 
 class Row(NamedTuple):
@@ -208,8 +210,11 @@ class Ledger:
         # steps whose samples are hashed together: between other work, a hash takes ten times longer
         self._waiting: list[tuple[int, Any]] = []
         _set_damaged_aside(folder)
+        header = _header(plan)
+        exists = (folder / FILE).is_file() and (folder / FILE).stat().st_size >= HEADER_BYTES
+        self._header_bytes = count_header_bytes(folder) if exists else len(header)
         self._file = AppendOnlyFile(
-            folder / FILE, _header(plan), lambda size: size - (size - HEADER_BYTES) % ROW.size
+            folder / FILE, header, lambda size: size - (size - self._header_bytes) % ROW.size
         )
         if (found := read_plan(folder)) != plan:
             raise RunFolderError(
@@ -234,7 +239,10 @@ class Ledger:
         A row is written before the checkpoint of its step, so only damage can remove it.
         """
         return max(
-            0, step - read_after(self._folder) - (self._file.num_synced - HEADER_BYTES) // ROW.size
+            0,
+            step
+            - read_after(self._folder)
+            - (self._file.num_synced - self._header_bytes) // ROW.size,
         )
 
     def sync(self) -> None:
@@ -252,13 +260,27 @@ def _header(plan: Plan, after: int = 0) -> bytes:
         del row["ramp"]  # so that an older surefoot can read the header
     if not plan.window:
         del row["chunk"], row["window"]
+    if not plan.mixture:
+        del row["mixture"]
     text = json.dumps(row, separators=(",", ":") if plan.ramp else None).encode()
-    if len(text) >= HEADER_BYTES:
-        raise RunFolderError(
-            f"the plan of the ledger is too long: {text.decode()}",
-            hint="use fewer entries in train.ramp",
-        )
-    return text.ljust(HEADER_BYTES - 1) + b"\n"
+    return text.ljust(len(text) // HEADER_BYTES * HEADER_BYTES + HEADER_BYTES - 1) + b"\n"
+
+
+def _read_header_bytes(file: BinaryIO) -> bytes:
+    """Read the header: as many blocks as it takes until one ends a line."""
+    header, block = b"", file.read(HEADER_BYTES)
+    while len(block) == HEADER_BYTES:
+        header += block
+        if block.endswith(b"\n") or len(header) == MAX_HEADER_BYTES:
+            return header
+        block = file.read(HEADER_BYTES)
+    return header + block
+
+
+def count_header_bytes(folder: Path) -> int:
+    """Return the size of the header of the ledger in a run folder."""
+    with files.open_file(folder, FILE) as file:
+        return len(_read_header_bytes(file))
 
 
 def begin_fork(parent: Path, folder: Path, plan: Plan, step: int) -> None:
@@ -310,7 +332,7 @@ def _read_header(folder: Path) -> tuple[Plan, int]:
     path = folder / FILE
     try:
         with files.open_file(folder, FILE) as file:
-            found = _parse(file.read(HEADER_BYTES), path)
+            found = _parse(_read_header_bytes(file), path)
     except OSError as error:
         if error.errno == errno.EINVAL:
             raise RunFolderError(
@@ -389,6 +411,8 @@ def _find_no_number(plan: Plan, after: object) -> str | None:
     for name, value in numbers.items():
         if type(value) is not int or abs(value) >= LARGEST:
             return f"{name} is {str(value)[:40]}, which is no 64-bit integer"
+    if type(plan.mixture) is not str:
+        return f"mixture is {str(plan.mixture)[:40]}, which is no text"
     for name, truth in {"shuffle": plan.shuffle, "drop_last": plan.drop_last}.items():
         if type(truth) is not bool:
             return f"{name} is {str(truth)[:40]}, which is neither true nor false"
@@ -400,8 +424,8 @@ def _set_damaged_aside(folder: Path) -> None:
     header = b""
     if path.is_file():
         with files.open_file(folder, FILE) as file:
-            header = file.read(HEADER_BYTES)
-    is_whole = len(header) == HEADER_BYTES  # a kill may leave a part of the first write
+            header = _read_header_bytes(file)
+    is_whole = len(header) >= HEADER_BYTES  # a kill may leave a part of the first write
     if is_whole and isinstance(_parse(header, path), str):
         path.replace(folder / BAD_FILE)
 
@@ -412,7 +436,7 @@ def read(folder: Path) -> Iterator[Row]:
     A partial row at the end (after a kill) and rows of zeros (after a power cut) are left out.
     """
     with files.open_file(folder, FILE) as file:
-        file.seek(HEADER_BYTES)
+        _read_header_bytes(file)
         while len(data := file.read(ROW.size * 4096)) >= ROW.size:
             yield from (
                 Row(*fields)

@@ -122,6 +122,8 @@ def _print_ledger(found: ConsumedCheck) -> None:
         f"shuffled each epoch with seed {plan.seed}" if plan.shuffle else "in the order of the data"
     )
     order += f", {plan.window:,} runs of {plan.chunk:,} at a time" if plan.window else ""
+    if plan.mixture:
+        order += f", a mixture of {plan.mixture.split(' ')[1].count(',') + 1:,} sources"
     short = ", without the incomplete last one" if plan.drop_last else ""
     grows = ", ".join(f"{batch:,} from sample {samples:,}" for samples, batch in plan.ramp)
     steps = (
@@ -158,8 +160,8 @@ def _print_ledger(found: ConsumedCheck) -> None:
     print_pairs(pairs)
     if found.holds:
         print_text(
-            "exactly once: every step consumed its planned samples; none is repeated, "
-            "lost or out of order"
+            f"{'as planned' if plan.mixture else 'exactly once'}: every step consumed its planned "
+            "samples; none is repeated, lost or out of order"
         )
         return
     _tell_faults(found.faults)

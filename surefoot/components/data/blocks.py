@@ -1,26 +1,30 @@
-"""Shuffled order of samples in shards, which needs only a few shards at a time.
+"""Sample order of a run as a pure function of seed and position: full, by shards, or mixed.
 
-Like the full permutation, the order is a pure function of seed and position. It has two levels. The
-shards are permuted, and each `window` consecutive shards form a block. Then the samples of each
-block are permuted. A reader needs only the shards of one block, and can download those of the next
-block in the meantime. The cost is weaker mixing, which `measure_mixing` measures: two adjacent
-samples are from the same shard with a probability of about 1 / window, instead of 1 / number of
-shards.
+The order by shards needs only a few shards at a time. It has two levels. The shards are permuted,
+and each `window` consecutive shards form a block. Then the samples of each block are permuted. A
+reader needs only the shards of one block, and can download those of the next block in the meantime.
+The cost is weaker mixing, which `measure_mixing` measures: two adjacent samples are from the same
+shard with a probability of about 1 / window, instead of 1 / number of shards.
 """
 
 # S shards, N samples
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, final, get_args
 
 import numpy as np
 
-from surefoot.components.data.order import LARGEST, Permutation, derive
+from surefoot.components.data.order import LARGEST, Permutation, derive, make_cycle
 from surefoot.core.errors import DataError
 
+Ends = Literal["repeat", "first", "once"]
+MAX_KEPT = 64  # permutations of the sources of a mixture
+OF_SOURCE, OF_CYCLE = 0x6D6978, 0x6379636C  # separate these draws from others of the seed
 MAX_CACHED = 4  # cached permutations of blocks: a batch spans one or two
 
 
@@ -191,3 +195,237 @@ def measure_mixing(samples: np.ndarray, sizes: Sequence[int]) -> Mixing:
     distance = np.abs(samples - np.arange(count)).mean() / ((count * count - 1) / (3 * count))
     correlation = np.corrcoef(samples[:-1], samples[1:])[0, 1]
     return Mixing(float(distance), float(correlation), float((shards[:-1] == shards[1:]).mean()))
+
+
+# ---- mixtures of sources
+
+
+@dataclass(frozen=True)
+class MixturePiece:
+    """Positions of a mixture with the same shares, from `start` on.
+
+    `read` are the samples of each source that the positions before it have read.
+    """
+
+    start: int
+    shares: tuple[int, ...]
+    read: tuple[int, ...]
+
+    def count(self, end: int) -> tuple[int, ...]:
+        """Return how many samples of each source the positions before `end` read."""
+        cycle = make_cycle(self.shares)
+        whole, rest = divmod(end - self.start, len(cycle.owners))
+        inside = np.bincount(cycle.owners[:rest], minlength=len(self.shares)).tolist()
+        return tuple(
+            read + whole * share + part
+            for read, share, part in zip(self.read, self.shares, inside, strict=True)
+        )
+
+    def find_end(self, sizes: Sequence[int]) -> int:
+        """Return the first position that would read more than `sizes` samples of a source."""
+        cycle, ends = make_cycle(self.shares), []
+        for size, read, places in zip(sizes, self.read, cycle.places, strict=True):
+            if len(places):
+                whole, part = divmod(size - read, len(places))
+                ends.append(self.start + whole * len(cycle.owners) + int(places[part]))
+        return min(ends)
+
+
+@dataclass(frozen=True)
+class MixturePlan:
+    """Settings that determine which samples the positions of a mixture read.
+
+    Args:
+        sizes: Samples of each source.
+        shares: Whole numbers in the ratio of the sources.
+        ends: What happens when a source ends: "repeat" reads it again, in another order; "first"
+            ends the epoch before it; "once" goes on with the others.
+        draws: Shuffle the positions of each cycle.
+        changes: Later shares, each with the position of the run from which on they hold.
+    """
+
+    sizes: tuple[int, ...]
+    shares: tuple[int, ...]
+    ends: Ends = "repeat"
+    draws: bool = False
+    changes: tuple[tuple[int, tuple[int, ...]], ...] = ()
+
+    def as_text(self) -> str:
+        """Return the plan as text, for the header of a ledger.
+
+        >>> MixturePlan((500, 20), (7, 3), changes=((100, (1, 1)),)).as_text()
+        'repeat 500,20 7,3 100:1,1'
+        """
+        return " ".join(
+            (
+                f"{self.ends}{'+draws' * self.draws}",
+                _join(self.sizes),
+                _join(self.shares),
+                *(f"{start}:{_join(shares)}" for start, shares in self.changes),
+            )
+        )
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Return the plan that `as_text` describes. Raises DataError for any other text."""
+        try:
+            ends, sizes, shares, *changes = text.split(" ")
+            kind: Any = ends.removesuffix("+draws")
+            later = [each.partition(":") for each in changes]
+            pieces = tuple((int(start), _split(of_piece)) for start, _, of_piece in later)
+            found = cls(_split(sizes), _split(shares), kind, ends != kind, pieces)
+        except ValueError:
+            found = None
+        if found is None or found.as_text() != text or found.ends not in get_args(Ends):
+            raise DataError(f"{text!r:.80} is no mixture", hint="it was written by `as_text`")
+        return found
+
+    @functools.cached_property
+    def pieces(self) -> tuple[MixturePiece, ...]:
+        """Pieces of a run, or of each epoch if a source is not read again."""
+        made = [MixturePiece(0, self.shares, (0,) * len(self.sizes))]
+        for start, shares in self.changes:
+            made.append(MixturePiece(start, shares, made[-1].count(start)))
+        while self.ends == "once":
+            last = made[-1]
+            end = last.find_end(self.sizes)
+            read = last.count(end)
+            left = [
+                share if done < size else 0
+                for share, done, size in zip(last.shares, read, self.sizes, strict=True)
+            ]
+            if not any(left):
+                break
+            common = math.gcd(*left)
+            made.append(MixturePiece(end, tuple(share // common for share in left), read))
+        return tuple(made)
+
+    @property
+    def length(self) -> int:
+        """Number of positions of an epoch."""
+        return self.pieces[0].find_end(self.sizes) if self.ends == "first" else sum(self.sizes)
+
+    def count(self, end: int) -> tuple[int, ...]:
+        """Return how many samples of each source the positions before `end` read."""
+        return next(each for each in reversed(self.pieces) if each.start <= end).count(end)
+
+
+def _join(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def _split(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+@final
+@dataclass(frozen=True)
+class MixtureOrder:
+    """Sample order of a mixture; see `blocks.Order`, which it replaces.
+
+    The number of a sample is its number among the samples of all sources. When a source is read
+    again, their total number is added, so that what `augment` draws differs.
+
+    Args:
+        n: Number of positions of an epoch.
+        seed: Seed of the permutations.
+        plan: The mixture.
+        shuffle: False to read each source in its order.
+    """
+
+    n: int
+    seed: int
+    plan: MixturePlan
+    shuffle: bool = True
+    chunk: int = 0
+    window: int = 0
+    _orders: dict[tuple[int, int], Permutation] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def permutation(self, epoch: int) -> Any:
+        """Return a function from positions in `epoch` to sample numbers."""
+        return functools.partial(self._read, epoch)
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the samples at positions start..stop-1 of `epoch`, int64."""
+        return self._read(epoch, np.arange(start, stop, dtype=np.int64))
+
+    def count(self, epoch: int, position: int, end: int) -> tuple[int, ...]:
+        """Return how many samples of each source the run reads before a position of an epoch.
+
+        An epoch reads the positions before `end`.
+        """
+        if self.plan.ends == "repeat":
+            return self.plan.count(epoch * self.n + position)
+        whole, part = self.plan.count(end), self.plan.count(position)
+        return tuple(epoch * each + rest for each, rest in zip(whole, part, strict=True))
+
+    def _read(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        plan, repeats = self.plan, self.plan.ends == "repeat"
+        places = positions + epoch * self.n if repeats else positions
+        starts = [each.start for each in plan.pieces]
+        ends = [*starts[1:], LARGEST**2 if repeats else self.n]
+        numbers = np.searchsorted(starts, places, side="right") - 1
+        found = np.empty_like(places)
+        for number in np.unique(numbers).tolist():
+            mine = numbers == number
+            found[mine] = self._read_piece(plan.pieces[number], ends[number], epoch, places[mine])
+        return found
+
+    def _read_piece(
+        self, piece: MixturePiece, end: int, epoch: int, places: np.ndarray
+    ) -> np.ndarray:
+        cycle, plan = make_cycle(piece.shares), self.plan
+        length = len(cycle.owners)
+        number_of_cycle, inside = np.divmod(places - piece.start, length)
+        if plan.draws:
+            whole = (end - piece.start) // length  # the positions of a cut cycle keep their order
+            inside = self._draw(piece, number_of_cycle, inside, length, epoch, whole)
+        owners = cycle.owners[inside]
+        shares, read = np.array(piece.shares), np.array(piece.read)
+        nth = read[owners] + number_of_cycle * shares[owners] + cycle.ranks[inside]
+        sizes = np.array(plan.sizes)
+        passes, within = np.divmod(nth, sizes[owners])
+        found = np.empty_like(places)
+        repeats = plan.ends == "repeat"
+        for source, of_pass in np.unique(np.stack([owners, passes]), axis=1).T.tolist():
+            mine = (owners == source) & (passes == of_pass)
+            found[mine] = self._of_source(source, of_pass if repeats else epoch, within[mine])
+        begins = np.cumsum(sizes) - sizes
+        found += begins[owners] + passes * int(sizes.sum())
+        return found
+
+    def _of_source(self, source: int, number_of_pass: int, within: np.ndarray) -> np.ndarray:
+        if not self.shuffle:
+            return within
+        key = (source, number_of_pass)
+        order = self._orders.get(key)
+        if order is None:
+            seed = derive(self.seed, OF_SOURCE, source, number_of_pass)
+            if len(self._orders) >= MAX_KEPT:
+                self._orders.clear()
+            order = self._orders[key] = Permutation(self.plan.sizes[source], seed)
+        found: np.ndarray = order(within)
+        return found
+
+    def _draw(
+        self,
+        piece: MixturePiece,
+        cycles: np.ndarray,
+        inside: np.ndarray,
+        length: int,
+        epoch: int,
+        whole: int,
+    ) -> np.ndarray:
+        """Return the positions of each cycle in a random order, by which its counts stay exact."""
+        of_epoch = 0 if self.plan.ends == "repeat" else epoch + 1
+        drawn = np.empty_like(inside)
+        for number in np.unique(cycles).tolist():
+            mine = cycles == number
+            if number >= whole:
+                drawn[mine] = inside[mine]
+                continue
+            seed = derive(self.seed, OF_CYCLE, of_epoch, piece.start, number)
+            drawn[mine] = Permutation(length, seed)(inside[mine])
+        return drawn

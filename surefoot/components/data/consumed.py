@@ -8,18 +8,19 @@ follow from the plan.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from surefoot.components.data.blocks import Order
+from surefoot.components.data.blocks import MixtureOrder, MixturePlan, Order
 from surefoot.components.data.feed import Feed
 from surefoot.contract import ledger, manifest, runlock
 from surefoot.contract.ledger import LedgerFault, Plan, Row
 from surefoot.contract.task import Source
-from surefoot.core.errors import RunFolderError
+from surefoot.core.errors import DataError, RunFolderError
 
 SEARCHED = 1 << 20  # positions of an epoch computed at once
 
@@ -97,18 +98,19 @@ def find_sample(run: Path, sample: int) -> list[Use]:
     for a sample that the data set does not have.
     """
     plan = ledger.read_plan(run)
-    if not 0 <= sample < plan.samples:
+    feed: Any = make_feed_of_plan(plan)
+    num_samples = sum(feed.order.plan.sizes) if plan.mixture else plan.samples
+    if not 0 <= sample < num_samples:
         raise RunFolderError(
             f"the data set has no sample {sample}",
-            hint=f"the data set has {plan.samples:,} samples, counted from 0",
+            hint=f"the data set has {num_samples:,} samples, counted from 0",
         )
-    feed = make_feed_of_plan(plan)
     kept = {row.step for row in ledger.consumed(ledger.read(run))[0]}
     epochs = sorted({feed.window(step - 1).epoch for step in kept})
     found = (
         Use(feed.step_of(epoch, position) + 1, epoch + 1)
         for epoch in epochs
-        if (position := _position(feed, epoch, sample)) is not None
+        for position in _positions(feed, epoch, sample, num_samples)
     )
     return [use for use in found if use.step in kept]
 
@@ -118,9 +120,18 @@ def make_feed_of_plan(plan: Plan) -> Feed:
 
     It has no source, so it cannot read samples.
     """
-    order = Order(
+    order: Any = Order(
         plan.samples, plan.seed, shuffle=plan.shuffle, chunk=plan.chunk, window=plan.window
     )
+    if plan.mixture:
+        try:
+            mixture = MixturePlan.from_text(plan.mixture)
+        except DataError as error:
+            raise RunFolderError(
+                f"the plan of the ledger is damaged: {error.message}",
+                hint="copy the file from a backup of the run folder",
+            ) from None
+        order = MixtureOrder(plan.samples, plan.seed, mixture, plan.shuffle)
     return Feed(
         cast(Source, None), order, batch=plan.batch, drop_last=plan.drop_last, ramp=plan.ramp
     )
@@ -138,17 +149,17 @@ def plan_of(feed: Feed) -> Plan:
         ramp=feed.ramp,
         chunk=order.chunk,
         window=order.window,
+        mixture=order.plan.as_text() if hasattr(order, "plan") else "",
     )
 
 
-def _position(feed: Feed, epoch: int, sample: int) -> int | None:
-    """Return the position of a sample in an epoch; None if it is in the last batch, and dropped."""
+def _positions(feed: Feed, epoch: int, sample: int, num_samples: int) -> Iterator[int]:
+    """Yield the positions of a sample in an epoch: none if it is dropped, several in a mixture."""
     end = feed.order.n - feed.dropped
     for start in range(0, end, SEARCHED):
-        hits = np.flatnonzero(feed.order.ids(epoch, start, min(start + SEARCHED, end)) == sample)
-        if len(hits):
-            return start + int(hits[0])
-    return None
+        found = feed.order.ids(epoch, start, min(start + SEARCHED, end)) % num_samples
+        for hit in np.flatnonzero(found == sample).tolist():
+            yield start + hit
 
 
 def _samples(feed: Feed, steps: set[int]) -> int:

@@ -10,7 +10,11 @@ hash of (seed, epoch, sample, draw), so that they do not depend on the worker.
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +29,7 @@ LARGEST = 2**40
 CPU = torch.device("cpu")
 ROUNDS = 6
 MAX_TABLE = 8192
+MAX_CYCLE = 100_000  # longest cycle; shares are rounded to it
 FEW = 6  # up to this many are walked one by one: numpy calls on an array would take longer
 _MASK64 = (1 << 64) - 1
 _INCREMENT, _LAST_SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(31)
@@ -200,3 +205,69 @@ def check_ids(ids: ArrayLike, length: int) -> np.ndarray:
             hint=f"the source has the samples 0 to {length - 1:,}",
         )
     return ids.astype(np.int64, copy=False)
+
+
+# ---- shares of a mixture: K sources, D positions of a cycle
+
+
+def find_shares(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return whole numbers in the ratio of `weights`, with a sum of at most `MAX_CYCLE`.
+
+    >>> find_shares([0.7, 0.3]), find_shares([1, 1, 1]), find_shares([2.5, 0.5])
+    ((7, 3), (1, 1, 1), (5, 1))
+    """
+    exact = [Fraction(str(float(weight))) for weight in weights]
+    known = [each.limit_denominator(MAX_CYCLE) for each in exact]
+    known = known if all(known) else exact
+    total = sum(known)
+    parts = [each / total for each in known]
+    cycle = math.lcm(*(each.denominator for each in parts))
+    if cycle <= MAX_CYCLE:
+        return tuple(int(each * cycle) for each in parts)
+    # rounded by the largest remainders, each source with one position at least
+    wanted = [each * MAX_CYCLE for each in parts]
+    shares = [max(1, math.floor(each)) for each in wanted]
+    for number in sorted(range(len(parts)), key=lambda k: shares[k] - wanted[k]):
+        if sum(shares) < MAX_CYCLE:
+            shares[number] += 1
+    common = math.gcd(*shares)
+    return tuple(each // common for each in shares)
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """Sources of the positions of a cycle.
+
+    `owners` (D,) is the source of each position, `ranks` (D,) the number of earlier positions of
+    the same source, and `places` has the positions of each source.
+    """
+
+    owners: np.ndarray
+    ranks: np.ndarray
+    places: tuple[np.ndarray, ...]
+
+
+@functools.lru_cache(maxsize=32)
+def make_cycle(shares: tuple[int, ...]) -> Cycle:
+    """Deal the positions of a cycle to sources, of which each gets its number in `shares`.
+
+    After any number of positions, each source has within one of its exact share (R. Tijdeman, "The
+    chairman assignment problem", 1980). All counts are exact after a cycle.
+    """
+    length, count = sum(shares), len(shares)
+    slack = max(1, 2 * count - 2)
+    given = [0] * count
+    owners = np.empty(length, dtype=np.int64)
+    drawn = [number for number, share in enumerate(shares) if share]
+    for position in range(length):
+        # how much each source is behind, in units of 1 / (D slack)
+        behind = [(shares[k] * (position + 1) - given[k] * length) * slack for k in drawn]
+        ready = [(k, due) for k, due in zip(drawn, behind, strict=True) if due >= length]
+        chosen, _ = min(ready, key=lambda each: (length * slack - each[1]) / shares[each[0]])
+        owners[position] = chosen
+        given[chosen] += 1
+    places = tuple(np.flatnonzero(owners == number) for number in range(count))
+    ranks = np.empty(length, dtype=np.int64)
+    for of_source in places:
+        ranks[of_source] = np.arange(len(of_source))
+    return Cycle(owners, ranks, places)

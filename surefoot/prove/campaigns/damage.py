@@ -328,7 +328,8 @@ def _count_rows(run: Path) -> int:
     """
     with contextlib.suppress(RunFolderError):
         ledger.read_plan(run)
-        return max(0, (run / ledger.FILE).stat().st_size - ledger.HEADER_BYTES) // ledger.ROW.size
+        num_bytes = (run / ledger.FILE).stat().st_size - ledger.count_header_bytes(run)
+        return max(0, num_bytes) // ledger.ROW.size
     return 0
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from surefoot.components.data.lengths import with_largest_batch
 from surefoot.contract.spec import RunSpec
 from surefoot.core.errors import InputError, OutOfMemory, UserCodeError
 from surefoot.core.hardware import find_machine
@@ -22,6 +21,7 @@ from surefoot.core.units import format_bytes
 from surefoot.prove.attempts import find_last_error
 from surefoot.prove.memory import check_divisible, find_sizes, predict
 from surefoot.prove.whatif.batch import QUIET, peak_of
+from surefoot.train.assemble.lengths import with_largest_batch
 from surefoot.train.environment import find_device
 from surefoot.trial import find_conditions, resident_bytes, run_rounds, spec_arm
 

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from surefoot.components.data.feed import Feed, to_device
-from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.data.loader.bad import ReadResult, read_sound
 from surefoot.components.data.loader.batches import LoaderNotice
 from surefoot.components.data.loader.jobs import look, sample_ids
@@ -26,6 +25,7 @@ from surefoot.contract.task import Batch, ResolvedTask, Source
 from surefoot.core.schedule.plan import Curve
 from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import Group
+from surefoot.train.assemble.lengths import RunSchedule
 from surefoot.train.assemble.reading import read_once
 from surefoot.train.environment import circumstances
 from surefoot.train.evaluate import Evaluation, Reading, evaluate
@@ -217,6 +217,8 @@ class Assembly:
         """Return the Step record of the steps that `summary` and `timing` summarize."""
         ranks, noise = self.engine.steps.collectives.ranks, self.noise
         groups = {update.name: update.guarded.groups for update in self.updates}
+        source: Any = self.feed.source
+        mixture = source if hasattr(type(source), "order_of") else None
         record = make_step_record(
             summary, timing, groups, generation=generation, device=self.engine.device
         )
@@ -224,4 +226,5 @@ class Assembly:
             record,
             noise={} if noise is None else asdict(noise),
             ranks={} if ranks is None else ranks.paces.take(),
+            sources={} if mixture is None else mixture.count(self.feed, summary.step),
         )

@@ -13,13 +13,12 @@ import torch
 
 from surefoot.components.data.blocks import Order
 from surefoot.components.data.feed import ALL_OF_STREAM, WHOLE, Feed, Share, StreamShard
-from surefoot.components.data.lengths import check_ramp
 from surefoot.components.data.loader.batches import LoaderNotice, LoaderSettings, make_copier
 from surefoot.components.data.loader.jobs import Reader
 from surefoot.components.data.loader.loader import Loader
 from surefoot.components.data.loader.pilot import find_most
 from surefoot.components.data.sources.iterated import Iterated
-from surefoot.components.data.sources.wrapped import TorchDataset, as_source
+from surefoot.components.data.sources.wrapped import as_source
 from surefoot.contract import signature
 from surefoot.contract.spec import RunSpec
 from surefoot.contract.task import Batch, ResolvedTask, Source
@@ -33,6 +32,7 @@ from surefoot.core.errors import (
 from surefoot.core.hardware import count_cores
 from surefoot.core.ranks.pieces import check_divides, check_equal_passes, check_pieces
 from surefoot.core.units import Duration, parse_bytes
+from surefoot.train.assemble.lengths import check_ramp
 from surefoot.train.failure.blame import describe
 
 LASTING_NOTE = (
@@ -164,7 +164,11 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
             if train.batchnorm == "sync":
                 _check_equal_passes(spec, len(source), share)
     shuffles = spec.data.shuffle and source.guarantee == "proven"
-    order = Order(len(source), train.seed, shuffle=shuffles)
+    order: Any = Order(len(source), train.seed, shuffle=shuffles)
+    mixture: Any = source if hasattr(type(source), "order_of") else None
+    if mixture is not None:
+        multiple = batch if spec.data.last_batch == "drop" else 1
+        order = replace(order, n=mixture.num_positions(multiple))
     if spec.data.window is not None:
         order = replace(order, chunk=_chunk_of(spec, source), window=spec.data.window)
     feed = Feed(
@@ -176,6 +180,8 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         ramp=train.ramp,
         share=share,
     )
+    if mixture is not None:
+        feed.order = mixture.order_of(feed, train.seed, shuffle=shuffles)
     is_sharded = spec.data.shards is not None and isinstance(source, Iterated)
     feed.cut_keys = (*train.cut_keys, *(["data.shards"] if is_sharded else []))
     return feed
@@ -320,7 +326,7 @@ def describe_collate(task: ResolvedTask, source: Source) -> list[str]:
     """Return a note if the source of the training data does not call the task's `collate`."""
     loader = source.loader if isinstance(source, Iterated) else None
     is_used = getattr(loader, "collate_fn", None) == task.collate
-    if task.collate is None or isinstance(source, TorchDataset) or is_used:
+    if task.collate is None or getattr(source, "collates", is_used):
         return []
     return [
         (

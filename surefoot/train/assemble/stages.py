@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from surefoot.components.data.feed import Feed, Share
-from surefoot.components.data.lengths import RunSchedule, find_tokens_per_sample, to_steps
 from surefoot.components.data.loader.bad import Sound
 from surefoot.components.data.sources.iterated import Iterated
 from surefoot.components.metrics import Better
@@ -35,6 +34,7 @@ from surefoot.runtime.attributes.tracker import AttributeTracker
 from surefoot.runtime.comm.group import Group
 from surefoot.runtime.comm.mesh import Mesh
 from surefoot.train.assemble.assembly import Assembly, Engine
+from surefoot.train.assemble.lengths import RunSchedule, find_tokens_per_sample, to_steps
 from surefoot.train.assemble.model import (
     build_on_device,
     find_wanted_blocks,

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from surefoot.components.data import in_place
-from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.sources.iterated import Iterated, copy_of
 from surefoot.components.stability.norms import find_batch_norms
 from surefoot.contract.task import Batch, Loss, Term
@@ -20,6 +19,7 @@ from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.core.units import name_some
 from surefoot.runtime.attributes.rewritten import find_renormed, find_rewritten
 from surefoot.train.assemble import Assembly
+from surefoot.train.assemble.lengths import with_largest_batch
 from surefoot.train.assemble.reading import make_feed
 from surefoot.train.failure.blame import describe
 from surefoot.train.preflight import halves as halving

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from surefoot.components.data.feed import Share
-from surefoot.components.data.lengths import with_largest_batch
 from surefoot.components.data.loader.jobs import sample_ids
 from surefoot.components.data.order import Keys
 from surefoot.components.memory.blocks import find_blocks
@@ -40,6 +39,7 @@ from surefoot.core.ranks.layout import Layout
 from surefoot.core.recompute import RecomputeChoice
 from surefoot.runtime.nested_tensors import find_tensors
 from surefoot.train.assemble import Assembly, assemble, find_wanted_blocks, take_task
+from surefoot.train.assemble.lengths import with_largest_batch
 from surefoot.train.assemble.reading import make_feed, read_shards
 from surefoot.train.assemble.sharding import check_keys
 from surefoot.train.failure.blame import describe

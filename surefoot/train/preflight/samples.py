@@ -17,7 +17,6 @@ from surefoot.components.data.loader.jobs import Reader, look
 from surefoot.components.data.order import Keys
 from surefoot.components.data.sources.batch_digest import digest_of
 from surefoot.components.data.sources.iterated import Iterated, copy_of
-from surefoot.components.data.sources.wrapped import TorchDataset
 from surefoot.contract.task import Batch, Loss, Source, as_loss
 from surefoot.core.errors import SpecError, SurefootError, TaskError
 from surefoot.runtime.attributes.rewritten import watch_weights
@@ -268,7 +267,7 @@ def check_collated(assembly: Assembly) -> list[str]:
     if isinstance(source, Iterated):
         is_cut = source.draws_by_sample and source.step_size > 1
     else:
-        collates = isinstance(source, TorchDataset) and source.collates
+        collates = getattr(source, "collates", False)
         is_cut = collates and len(feed.microbatches(feed.window(0))) > 1
     if not is_cut:
         return []

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from surefoot.components.data.lengths import RunSchedule
 from surefoot.components.observe.memory_use import peak_resident_bytes
 from surefoot.contract import events
 from surefoot.contract.state import Timing
 from surefoot.core.statistics import quantiles
 from surefoot.train.assemble import Assembly
+from surefoot.train.assemble.lengths import RunSchedule
 from surefoot.train.evaluate import Evaluation
 
 if TYPE_CHECKING:

@@ -332,7 +332,7 @@ def _is_barely_begun(folder: Path, names: Collection[str]) -> bool:
     return (
         ledger.FILE not in names
         or is_fork
-        or (folder / ledger.FILE).stat().st_size <= ledger.HEADER_BYTES
+        or (folder / ledger.FILE).stat().st_size <= ledger.count_header_bytes(folder)
     )
 
 

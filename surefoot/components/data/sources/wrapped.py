@@ -79,7 +79,7 @@ class TorchDataset:
         They do not depend on the other samples of the microbatch. Those of the collate function
         depend on its first sample.
         """
-        return cast(Source, _SeededReads(self, key))
+        return cast(Source, SeededReads(self, key))
 
     def read_seeded(self, ids: np.ndarray, key: int) -> Batch:
         """Read samples with the draws that `seeded` describes. Sets the global random states.
@@ -144,14 +144,18 @@ class TorchDataset:
         return f"{len(self):,} samples of {type(self._dataset).__name__}"
 
 
-class _SeededReads:
-    """A `TorchDataset` in an epoch: what it draws depends on `key` and the sample."""
+class SeededReads:
+    """Source of datasets in an epoch: what they draw depends on `key` and the sample.
 
-    def __init__(self, source: TorchDataset, key: int) -> None:
+    `source` reads the samples of all epochs by `read_seeded`.
+    """
+
+    def __init__(self, source: Any, key: int) -> None:
         self._source, self._key = source, key
 
     def read(self, ids: np.ndarray) -> Batch:
-        return self._source.read_seeded(ids, self._key)
+        batch: Batch = self._source.read_seeded(ids, self._key)
+        return batch
 
     def __len__(self) -> int:
         return len(self._source)
@@ -326,7 +330,8 @@ def as_source(given: Any, collate: Callable[[list[Any]], Batch] | None = None) -
         DataError: For anything else.
     """
     if isinstance(given, Source) and not isinstance(given, type):
-        return given
+        takes = collate is not None and hasattr(type(given), "with_collate")
+        return cast(Any, given).with_collate(collate) if takes else given
     if (arrays := _as_arrays(given)) is not None:
         return arrays
     # an IterableDataset may have a length, and no items

@@ -1,0 +1,273 @@
+"""Mixture of sources: which source each position reads, as a pure function of the position."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from surefoot.components.data.blocks import Ends, MixtureOrder, MixturePlan
+from surefoot.components.data.feed import Feed
+from surefoot.components.data.loader.streams import SeededIds
+from surefoot.components.data.order import (
+    LARGEST,
+    check_ids,
+    find_shares,
+)
+from surefoot.components.data.sources.wrapped import (
+    Concat,
+    SeededReads,
+    TorchDataset,
+    as_source,
+    read_items,
+)
+from surefoot.contract.task import Batch, Guarantee, Source
+from surefoot.core.errors import DataError
+
+SHUFFLED_CYCLE = 1000  # shortest cycle whose positions are shuffled
+
+
+class _Datasets:
+    """Datasets one after another; from their total number on, the numbers begin again."""
+
+    def __init__(self, datasets: Sequence[Any]) -> None:
+        self._datasets, self._ends = datasets, np.cumsum([len(each) for each in datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _find(self, number: int) -> tuple[int, int]:
+        within = number % len(self)
+        owner = int(np.searchsorted(self._ends, within, side="right"))
+        return owner, within - int(self._ends[owner - 1] if owner else 0)
+
+    def __getitem__(self, number: int) -> Any:
+        owner, within = self._find(number)
+        return self._datasets[owner][within]
+
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        if isinstance(numbers, SeededIds):  # iterating seeds the draws of each sample
+            return [self[number] for number in numbers]
+        places: dict[int, list[tuple[int, int]]] = {}
+        for place, number in enumerate(numbers):
+            owner, within = self._find(number)
+            places.setdefault(owner, []).append((place, within))
+        found: list[Any] = [None] * len(numbers)
+        for owner, rows in places.items():
+            items = read_items(self._datasets[owner], [within for _, within in rows])
+            for (place, _), item in zip(rows, items, strict=True):
+                found[place] = item
+        return found
+
+
+class Mixture:
+    """Source that mixes sources by weight: `Mixture({"web": (web, 0.7), "code": (code, 0.3)})`.
+
+    After any number of samples, each source has within one sample of its exact share, counted from
+    the start of the run or from the last change of the weights. An evaluation reads each sample of
+    all sources once.
+
+    Args:
+        sources: A source or dataset by name, as `as_source` takes it, alone or in a tuple with its
+            weight. Without weights, these are the numbers of samples.
+        ends: What happens when a source ends: "repeat" reads it again, in another order; "first"
+            ends the epoch; "once" goes on with the others, in the same ratio, so that an epoch
+            reads each sample once. With "repeat", an epoch has as many samples as all sources.
+        temperature: The weights are raised to the power of 1 / temperature and normalized; above 1
+            small sources get more (Raffel et al., "Exploring the Limits of Transfer Learning",
+            2020, section 3.5.2).
+        draws: True to shuffle which source comes next; the shares are then exact every 1,000
+            samples or so.
+        changes: Weights by name that hold from a step on, by its number from 1; only with "repeat".
+        collate: Function from a list of samples to a batch, for sources that are all datasets; by
+            default the task's `collate`.
+
+    Raises:
+        DataError: For weights, names or steps that are not possible, and sources that cannot be
+            joined.
+    """
+
+    guarantee: Guarantee = "proven"
+
+    def __init__(
+        self,
+        sources: Mapping[str, Any],
+        *,
+        ends: Ends = "repeat",
+        temperature: float = 1.0,
+        draws: bool = False,
+        changes: Mapping[int, Mapping[str, float]] | None = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
+    ) -> None:
+        given = {name: _split_weight(each) for name, each in sources.items()}
+        if not given:
+            raise DataError("Mixture got no source", hint='Mixture({"web": (source, 0.7), ...})')
+        if ends not in get_args(Ends):
+            raise DataError(
+                f"ends is {ends!r}", hint=f"use one of {', '.join(map(repr, get_args(Ends)))}"
+            )
+        self.names, self._changes = tuple(given), dict(changes or {})
+        self._datasets: Any = None
+        if self._changes and ends != "repeat":
+            raise DataError(
+                f"weights change at step {min(self._changes)}, and ends is {ends!r}",
+                hint='leave ends out, or set it to "repeat"',
+            )
+        parts = [as_source(each, collate) for each, _ in given.values()]
+        self._source = self._join([each for each, _ in given.values()], parts, collate)
+        sizes = tuple(map(len, parts))
+        known = [weight for _, weight in given.values() if weight is not None]
+        if known and len(known) < len(given):
+            without = next(name for name, (_, weight) in given.items() if weight is None)
+            raise DataError(
+                f"some sources have a weight, and {without!r} has none",
+                hint="give all of them a weight, or none",
+            )
+        weights = known or [float(size) for size in sizes]
+        self._tempered = functools.partial(_temper, temperature=temperature, draws=draws)
+        shares = self._tempered(dict(zip(self.names, weights, strict=True)))
+        self.plan = MixturePlan(sizes, shares, ends, draws)
+        self._later = {step: self._find_later(step, each) for step, each in self._changes.items()}
+        digests = [self.plan.as_text(), repr(sorted(self._later.items()))]
+        digests += [each.digest for each in parts]
+        self.digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+        self.thread_safe = bool(getattr(self._source, "thread_safe", False))
+        contents = [getattr(each, "content_digest", None) for each in parts]
+        self.content_digest = None if None in contents else " ".join(map(str, contents))
+        tokens = [getattr(each, "tokens_per_sample", None) for each in parts]
+        if None not in tokens:
+            self.tokens_per_sample = np.dot(cast(Any, tokens), shares) / sum(shares)
+
+    def _join(
+        self, given: list[Any], parts: list[Source], collate: Callable[[list[Any]], Batch] | None
+    ) -> Source:
+        if all(isinstance(each, TorchDataset) for each in parts):
+            self._datasets = _Datasets(given)
+            return TorchDataset(self._datasets, collate)
+        return Concat(parts)
+
+    def _find_later(self, step: int, weights: Mapping[str, float]) -> tuple[int, ...]:
+        if type(step) is not int or step < 2:
+            raise DataError(
+                f"weights change at step {step!r}", hint="give the number of a step from 2 on"
+            )
+        if weights.keys() != set(self.names):
+            raise DataError(
+                f"the weights from step {step:,} on are those of {', '.join(weights)}",
+                hint=f"give a weight for each of {', '.join(self.names)}",
+            )
+        return self._tempered({name: weights[name] for name in self.names})
+
+    def with_collate(self, collate: Callable[[list[Any]], Batch]) -> Mixture:
+        """Let `collate` make the batches, if all sources are datasets and none was given."""
+        if self._datasets is not None and not self.collates:
+            self._source = TorchDataset(self._datasets, collate)
+        return self
+
+    def __len__(self) -> int:
+        return sum(self.plan.sizes)
+
+    def read(self, ids: np.ndarray) -> Batch:
+        return self._source.read(self._numbers(ids))
+
+    def _numbers(self, ids: np.ndarray) -> np.ndarray:
+        """Return the numbers among the samples of all sources, without those of their passes."""
+        numbers: np.ndarray = check_ids(ids, LARGEST**2) % len(self)
+        return numbers
+
+    def seeded(self, key: int) -> Source:
+        """Return the source for one epoch, whose draws depend on `key` and the sample."""
+        return cast(Source, SeededReads(self, key))
+
+    def read_seeded(self, ids: np.ndarray, key: int) -> Batch:
+        """Read samples with the draws that `seeded` describes."""
+        if self._datasets is None:
+            return self._source.read(self._numbers(ids))
+        numbers = self._numbers(ids).tolist()
+        # what is drawn depends on the pass, too
+        return self.collate(self.samples_of(ids.tolist(), key), numbers)
+
+    @property
+    def collates(self) -> bool:
+        """True if a collate function was given."""
+        return isinstance(self._source, TorchDataset) and self._source.collates
+
+    def samples_of(self, numbers: list[int], key: int) -> list[Any]:
+        """Read samples of datasets as `read_seeded` does."""
+        inner: Any = self._source
+        items: list[Any] = inner.samples_of(numbers, key)
+        return items
+
+    def collate(self, items: list[Any], numbers: list[int]) -> Batch:
+        """Return samples of datasets as a batch; `numbers` are theirs."""
+        inner: Any = self._source
+        batch: Batch = inner.collate(items, numbers)
+        return batch
+
+    def num_positions(self, multiple: int) -> int:
+        """Return the samples of an epoch; with "repeat" a multiple of `multiple`, if possible."""
+        length = self.plan.length
+        return (length // multiple or 1) * multiple if self.plan.ends == "repeat" else length
+
+    def order_of(self, feed: Feed, seed: int, *, shuffle: bool) -> MixtureOrder:
+        """Return the order of the samples of `feed`."""
+        changes = ((feed.samples_after(step - 1), later) for step, later in self._later.items())
+        plan = MixturePlan(
+            self.plan.sizes,
+            self.plan.shares,
+            self.plan.ends,
+            self.plan.draws,
+            tuple(sorted(changes)),
+        )
+        return MixtureOrder(feed.order.n, seed, plan, shuffle)
+
+    def count(self, feed: Feed, steps: int) -> dict[str, dict[str, float]]:
+        """Return how many samples and epochs of each source the first `steps` steps read."""
+        order: Any = feed.order
+        epoch, position = feed.find_position(steps)
+        counts = order.count(epoch, position, order.n - feed.dropped)
+        total = sum(counts) or 1
+        return {
+            name: {"samples": count, "share": count / total, "epochs": count / size}
+            for name, count, size in zip(self.names, counts, self.plan.sizes, strict=True)
+        }
+
+    def describe(self) -> str:
+        total = sum(self.plan.shares)
+        parts = (
+            f"{name} {share / total:.4g} of {size:,} samples"
+            for name, share, size in zip(self.names, self.plan.shares, self.plan.sizes, strict=True)
+        )
+        return f"a mixture of {', '.join(parts)}"
+
+
+def _split_weight(given: Any) -> tuple[Any, float | None]:
+    """Return a source and its weight, None without one."""
+    numbers = (int, float, np.number)
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    if is_pair and isinstance(given[1], numbers) and not isinstance(given[0], numbers):
+        return given[0], float(given[1])
+    return given, None
+
+
+def _temper(weights: Mapping[str, float], temperature: float, draws: bool) -> tuple[int, ...]:
+    """Return the shares of weights; in a long cycle if its positions are to be shuffled."""
+    if not 0 < temperature < math.inf:
+        raise DataError(
+            f"temperature is {temperature}", hint="give a number above 0; 1 changes no weight"
+        )
+    for name, weight in weights.items():
+        if not (isinstance(weight, int | float) and 0 < weight < math.inf):
+            raise DataError(
+                f"the weight of {name!r} is {weight!r}",
+                hint="give a finite number above 0, or leave the source out",
+            )
+    if temperature != 1.0:
+        weights = {name: weight ** (1 / temperature) for name, weight in weights.items()}
+    shares = find_shares(list(weights.values()))
+    times = -(-SHUFFLED_CYCLE // sum(shares)) if draws else 1
+    return tuple(share * times for share in shares)
