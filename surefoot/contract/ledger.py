@@ -263,6 +263,11 @@ def _header(plan: Plan, after: int = 0) -> bytes:
     if not plan.mixture:
         del row["mixture"]
     text = json.dumps(row, separators=(",", ":") if plan.ramp else None).encode()
+    if len(text) >= MAX_HEADER_BYTES:
+        raise RunFolderError(
+            f"the plan of the ledger has {len(text):,} bytes, {MAX_HEADER_BYTES:,} are possible",
+            hint="use fewer entries in train.ramp, or fewer changes of a mixture",
+        )
     return text.ljust(len(text) // HEADER_BYTES * HEADER_BYTES + HEADER_BYTES - 1) + b"\n"
 
 

@@ -130,6 +130,9 @@ def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoo
     surefoot(
         *shlex.split("resume whole --fork part --from 8 --set evaluate.batches=1 --steps 9 --quiet")
     )
+    surefoot(
+        *shlex.split("resume part --fork size --from 9 --set evaluate.batch=3 --steps 10 --quiet")
+    )
     saved = {
         run: json.loads((manifest.step_folder(Path(run), 8) / "state.json").read_text())["scores"]
         for run in ("same", "other", "part")
@@ -137,6 +140,7 @@ def test_scores_begin_anew_where_they_measure_something_else(spec: Path, surefoo
     assert saved["same"]["best_step"] in (4, 8)
     assert saved["other"]["best_step"] is None
     assert saved["part"]["best_step"] is None
+    assert "the best score is reset" in " ".join(started("size")[0].notes)
     assert (
         "the best score is reset: evaluations now measure another quantity"
         in started("other")[0].notes

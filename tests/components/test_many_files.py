@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -56,6 +56,25 @@ class Fields:
         return "fields"
 
 
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [list, tuple, Pair._make])
+def test_fields_in_a_list_or_a_named_tuple_are_fields(kind: Any) -> None:
+    class Two(Fields):
+        def read(self, ids: np.ndarray) -> Any:
+            numbers = torch.from_numpy(ids) + self.start
+            return kind((numbers, numbers[:, None]))
+
+    source = Concat([Two(0, 5), Two(5, 5)])
+    batch = source.read(np.array([1, 8, 0, 9]))
+    assert type(batch) is type(source.read(np.array([1])))
+    assert batch[0].tolist() == [1, 8, 0, 9]
+    assert batch[1].tolist() == [[1], [8], [0], [9]]
+
+
 def test_tuples_dicts_and_lists_keep_their_order() -> None:
     batch = Concat([Fields(0, 3), Fields(3, 4)]).read(np.array([6, 0, 3, 2]))
     assert batch["texts"] == ["text 6", "text 0", "text 3", "text 2"]
@@ -75,7 +94,7 @@ def test_tuples_dicts_and_lists_keep_their_order() -> None:
 )
 def test_batches_that_differ_are_described(other: Any, what: str) -> None:
     with pytest.raises(DataError) as caught:
-        Concat([Arrays(x=A), other]).read(np.array([0, 5]))
+        Concat([Arrays(x=A), other])
     assert what in caught.value.message
 
 
@@ -83,9 +102,9 @@ def test_batches_that_differ_are_described(other: Any, what: str) -> None:
     ("given", "what"),
     [
         ([], "no source"),
-        ([Iterated([torch.ones(2)])], "cannot join"),
-        ([DataLoader(TensorDataset(A))], "cannot join"),
-        ([TensorDataset(A)], "cannot join 5 samples of TensorDataset"),
+        ([Iterated([torch.ones(2)])], "cannot be one of several"),
+        ([DataLoader(TensorDataset(A))], "cannot be one of several"),
+        ([TensorDataset(A)], "5 samples of TensorDataset cannot be one"),
         ([3], "not a source of samples"),
     ],
     ids=["none", "iterable", "loader", "dataset", "number"],
@@ -203,7 +222,13 @@ def test_the_header_of_llm_c_is_no_token(magic: int, dtype: str, tmp_path: Path)
     with pytest.raises(DataError, match="header") as caught:
         TokenFile(path, 8, dtype="uint32" if dtype == "uint16" else "uint16")
     assert caught.value.hint == f'give dtype="{dtype}"'
-    path.write_bytes(path.read_bytes()[:-4])
+    for count in (0, -5):
+        header[2] = count
+        path.write_bytes(header.tobytes())
+        with pytest.raises(DataError, match=f"its header says {count} tokens"):
+            TokenFile(path, 8, dtype=dtype)
+    header[2] = len(ids)
+    path.write_bytes(header.tobytes() + ids.tobytes()[:-4])
     with pytest.raises(DataError, match="its header says 40 tokens"):
         TokenFile(path, 8, dtype=dtype)
 

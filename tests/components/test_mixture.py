@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,17 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from surefoot import Loss, Run, RunSpec
-from surefoot.components.data import consumed
+from surefoot import RunSpec
 from surefoot.components.data.blocks import MixtureOrder, MixturePlan
 from surefoot.components.data.feed import Feed, Share
 from surefoot.components.data.order import find_shares, make_cycle
-from surefoot.contract import events, ledger
-from surefoot.core.errors import DataError, SpecError, SurefootError
-from surefoot.data import Arrays, Concat, Iterated, Mixture
+from surefoot.core.errors import DataError, SpecError
+from surefoot.data import Arrays, Concat, Iterated, Mixture, TorchDataset
 from surefoot.train.assemble.reading import make_feed
-from surefoot.train.run import drive
-from tests.world.ranks import run_ranks
 
 SIZES = (997, 400, 50, 7, 1)
 WEIGHTS = (0.4, 0.3, 0.2, 0.07, 0.03)
@@ -48,6 +43,31 @@ def mixed(weights: Any = WEIGHTS, sizes: Any = SIZES, **how: Any) -> Mixture:
         {name: (part, weight) for (name, part), weight in zip(parts.items(), weights, strict=True)},
         **how,
     )
+
+
+class Numbers(Dataset[Any]):
+    """Samples of one length each, with a number that the dataset draws."""
+
+    def __init__(self, start: int, count: int) -> None:
+        self.start, self.count = start, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        number = self.start + index
+        return torch.full((1 + index % 3,), float(number)), torch.rand(1)
+
+
+class Many(Numbers):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def pad(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    rows = [each for each, _ in samples]
+    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return padded.sum(1, keepdim=True) / 100, torch.stack([drawn for _, drawn in samples])
 
 
 def feed_of(mixture: Mixture, batch: int = BATCH, **tables: Any) -> Feed:
@@ -109,6 +129,9 @@ def test_shares_are_those_of_the_weights() -> None:
     assert find_shares([1 / 3, 2 / 3]) == (1, 2)
     assert find_shares([10, 30, 60]) == (1, 3, 6)
     assert find_shares([1e-9, 1.0]) == (1, 99_999)
+    assert find_shares([6e-6, 1e-5]) == (3, 5)
+    assert find_shares([1 / 166_000, 1 / 100_000]) == (50, 83)
+    assert find_shares([0, 2, 6]) == (0, 1, 3)
     rounded = find_shares([0.123456789, 1 - 0.123456789, 2**0.5])
     exact = Fraction(0.123456789) / Fraction(1 + 2**0.5)
     assert abs(rounded[0] / sum(rounded) - float(exact)) < 1e-5
@@ -171,6 +194,13 @@ def test_shuffled_turns_keep_the_shares_of_a_cycle(ends: Any) -> None:
     whole = owners[:5000].reshape(-1, 1000)
     assert [np.bincount(each).tolist() for each in whole] == [[500, 300, 200]] * 5
     assert len({tuple(each) for each in whole}) == 5
+    for step in (0, 1, 77, feed.steps_per_epoch, feed.steps_per_epoch + 3):
+        told = mixture.count(feed, step)
+        ids = [feed.window(number).ids for number in range(step)]
+        read = mixture.read(np.concatenate([np.empty(0, np.int64), *ids]))[0][:, 0]
+        assert [each["samples"] for each in told.values()] == [
+            int((read == number).sum()) for number in range(3)
+        ]
     assert owners.tolist() != owners_of(mixed((5, 3, 2), sizes, ends=ends), 200).tolist()
 
 
@@ -188,7 +218,22 @@ def test_any_part_of_an_epoch_is_the_same_as_in_order() -> None:
         assert MixturePlan.from_text(plan.as_text()) == plan
 
 
-@pytest.mark.parametrize("text", ["", "repeat", "repeat 1,2", "often 1,2 1,1", "repeat 1,x 1,1"])
+DAMAGED = (
+    "",
+    "repeat",
+    "repeat 1,2",
+    "often 1,2 1,1",
+    "repeat 1,x 1,1",
+    "repeat 40,6 0,0",
+    "repeat 4026 7,3",
+    "repeat 40,6 7,-3",
+    "repeat 0,6 7,3",
+    "repeat 40,6 7,3 9:1,1 5:1,1",
+    "repeat 40,6 7,3 9:1",
+)
+
+
+@pytest.mark.parametrize("text", DAMAGED)
 def test_damaged_text_of_a_mixture_is_no_plan(text: str) -> None:
     with pytest.raises(DataError, match="is no mixture"):
         MixturePlan.from_text(text)
@@ -200,12 +245,53 @@ def test_temperature_and_sizes_are_weights() -> None:
     assert mixed((0.9, 0.1), (5, 5), temperature=2.0).plan.shares == (3, 1)
 
 
-@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
 def test_a_weight_is_a_number_above_0(wrong: float) -> None:
     with pytest.raises(DataError, match="the weight of 's1' is"):
         mixed((1.0, wrong), (5, 5))
     with pytest.raises(DataError, match="the weight of 's0' is"):
         mixed((1, 2), (5, 5), changes={4: {"s0": wrong, "s1": 1}})
+    with pytest.raises(DataError, match="the weight of 's1' is 0"):
+        mixed((1, 0), (5, 5))
+    with pytest.raises(DataError, match="all weights are 0"):
+        mixed((1, 1), (5, 5), changes={4: {"s0": 0, "s1": 0}})
+
+
+@pytest.mark.parametrize("wrong", ["0.7", None, True, torch.tensor(0.7), np.array(0.7)])
+def test_a_weight_of_another_kind_is_named(wrong: Any) -> None:
+    with pytest.raises(DataError, match="the weight of 'a' is"):
+        Mixture({"a": (torch.ones(3, 1), wrong)})
+    with pytest.raises(DataError, match="the weight of 'a' is"):
+        Mixture({"a": (0.7, torch.ones(3, 1))})
+
+
+def test_a_source_can_begin_or_end_in_the_middle_of_a_run() -> None:
+    mixture = mixed((1, 0), (50, 50), changes={11: {"s0": 0, "s1": np.float32(2)}})
+    owners = owners_of(mixture, 20, 4)
+    assert owners.tolist() == [0] * 40 + [1] * 40
+
+
+def test_shuffled_turns_read_each_source_through() -> None:
+    feed = feed_of(mixture := mixed((0.7, 0.3), (70, 30), draws=True))
+    rows = mixture.read(np.concatenate([feed.window(step).ids for step in range(300)]))[0].long()
+    for number, size in enumerate((70, 30)):
+        mine = rows[rows[:, 0] == number, 1].tolist()
+        for at in range(0, len(mine) - size, size):
+            assert sorted(mine[at : at + size]) == [*range(size)]
+
+
+def test_a_negative_number_is_no_sample() -> None:
+    with pytest.raises(DataError, match="sample -1 was requested"):
+        mixed().read(np.array([0, -1]))
+
+
+def test_long_cycles_are_shuffled_by_the_thousand() -> None:
+    mixture = mixed(None, (4999, 899), draws=True)
+    owners = owners_of(mixture, 20, 250)
+    plain = owners_of(mixed(None, (4999, 899)), 20, 250)
+    assert owners.tolist() != plain.tolist()
+    for end in range(1000, 5001, 1000):
+        assert np.bincount(owners[:end]).tolist() == np.bincount(plain[:end]).tolist()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +302,10 @@ def test_a_weight_is_a_number_above_0(wrong: float) -> None:
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"changes": {1: {"s0": 1, "s1": 1}}}, "change at step 1"),
         ({"changes": {2.5: {"s0": 1, "s1": 1}}}, "change at step 2.5"),
-        ({"changes": {5: {"s0": 1}}}, "from step 5 on are those of s0"),
+        ({"changes": {5: {"s0": 1}}}, "from step 5 on are {'s0': 1}"),
+        ({"changes": {5: (1, 2)}}, "from step 5 on are"),
+        ({"temperature": "2"}, "temperature is '2'"),
+        ({"draws": "yes"}, "draws is 'yes'"),
         ({"changes": {5: {"s0": 1, "s1": 1}}, "ends": "once"}, "ends is 'once'"),
     ],
 )
@@ -227,188 +316,35 @@ def test_settings_that_are_not_possible_are_named(how: Any, what: str) -> None:
 
 def test_sources_that_cannot_be_mixed_are_refused() -> None:
     rows = torch.ones(4, 2)
-    with pytest.raises(DataError, match="no source"):
-        Mixture({})
+    for nothing in ({}, [rows], None):
+        with pytest.raises(DataError, match="no sources by name"):
+            Mixture(nothing)  # type: ignore[arg-type]
     with pytest.raises(DataError, match="'b' has none"):
         Mixture({"a": (rows, 0.5), "b": rows})
-    with pytest.raises(DataError, match="cannot join"):
-        Mixture({"a": Iterated([rows])})
-    with pytest.raises(DataError, match="differ"):
-        Mixture({"a": rows, "b": rows.double()}).read(np.array([0, 5]))
+    with pytest.raises(DataError, match="source 'b' cannot be part of a mixture: 1 batches"):
+        Mixture({"a": Numbers(0, 3), "b": Iterated([rows])})
+    with pytest.raises(DataError, match="source 'a' cannot be part of a mixture: a mixture"):
+        Mixture({"a": Mixture({"b": rows}), "c": rows})
+    with pytest.raises(DataError, match="cannot be one of several"):
+        Concat([Mixture({"b": rows}), rows])
+    with pytest.raises(DataError, match="source 'b': data"):
+        Mixture({"a": rows, "b": None})
+    with pytest.raises(DataError, match="before it reads one of 's0'"):
+        mixed((0.001, 0.999), (50, 5), ends="first")
+    with pytest.raises(DataError, match="some sources of the mixture are datasets"):
+        Mixture({"a": Numbers(0, 3), "b": rows})
+    with pytest.raises(DataError, match="different collate functions"):
+        Mixture({"a": TorchDataset(Numbers(0, 3), pad), "b": TorchDataset(Numbers(0, 3))})
+    with pytest.raises(DataError, match="a source has no share"):
+        mixed((1, 1e-300), (5, 5), temperature=0.01)
+    assert mixed((50_000, 10), (5, 5), temperature=0.5).plan.shares[1] == 1
+    given = Mixture({"a": TorchDataset(Numbers(0, 3), pad), "b": TorchDataset(Many(9, 3), pad)})
+    assert given.read(np.array([0, 4]))[0].shape == (2, 1)
+    with pytest.raises(DataError, match=r"source 'a' and source 'c': .* differ"):
+        Mixture({"a": rows, "b": rows, "c": rows.double()})
     with pytest.raises(SpecError, match=r"data\.window is 2"):
         feed_of(mixed(), data={"window": 2})
     assert len(Mixture({"a": (rows, torch.ones(4)), "b": (rows, torch.ones(4))})) == 8
-
-
-# ---- runs
-
-
-class Numbers(Dataset[Any]):
-    """Samples of one length each, with a number that the dataset draws."""
-
-    def __init__(self, start: int, count: int) -> None:
-        self.start, self.count = start, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        number = self.start + index
-        return torch.full((1 + index % 3,), float(number)), torch.rand(1)
-
-
-class Many(Numbers):
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        return [self[index] for index in indices]
-
-
-def pad(samples: list[Any]) -> tuple[Tensor, Tensor]:
-    rows = [each for each, _ in samples]
-    padded = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    return padded.sum(1, keepdim=True) / 100, torch.stack([drawn for _, drawn in samples])
-
-
-class Fit:
-    def __init__(self, kind: str = "arrays", **how: Any) -> None:
-        self.kind, self.how = kind, how
-        self.seen: list[Any] = []
-
-    def model(self) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def data(self, split: str) -> Any:
-        if self.kind == "datasets":
-            return Mixture({"a": (Numbers(0, 40), 0.7), "b": (Many(1000, 6), 0.3)}, **self.how)
-        rows = [torch.randn(size, 1, generator=torch.manual_seed(size)) for size in (40, 6)]
-        return Mixture(
-            {"a": ({"x": rows[0]}, 0.7), "b": ({"x": rows[1]}, 0.3)},
-            **self.how,
-        )
-
-    def forward(self, model: nn.Module, batch: Any) -> Tensor:
-        x = batch["x"] if self.kind == "arrays" else batch[0] + batch[1]
-        if model.training:
-            self.seen.append(x.flatten().tolist())
-        output: Tensor = model(x)
-        return output
-
-    def loss(self, output: Tensor, batch: Any) -> Loss:
-        return Loss.sum((output - 1).square().sum(), count=len(output))
-
-
-class Collated(Fit):
-    def collate(self, samples: list[Any]) -> Any:
-        return pad(samples)
-
-
-def spec_of(**tables: Any) -> RunSpec:
-    return RunSpec(
-        **{
-            "train": {"length": "30 steps", "batch": 4, "threads": 1, **tables.pop("train", {})},
-            "optim": {"name": "sgd", "lr": 0.01},
-            "checkpoint": {"every": "1 steps", "background": False},
-            "observe": {"tensorboard": False, "every": "10 steps"},
-            **tables,
-        }
-    )
-
-
-def train(folder: Path, task: Fit, leave_at: int | None = None, **tables: Any) -> Any:
-    with Run(spec_of(**tables), task, folder=folder, quiet=True) as run:
-        task.seen.clear()
-        if leave_at is None:
-            drive(run)
-        else:
-            next(report for report in run.steps() if report.step == leave_at)
-            run.save()
-        return [each.tolist() for each in run.model.parameters()]
-
-
-def task_of(kind: str, **how: Any) -> Fit:
-    return Collated(kind, **how) if kind == "datasets" else Fit(kind, **how)
-
-
-CHANGES = {11: {"a": 1, "b": 1}}
-
-
-@pytest.mark.parametrize("kind", ["arrays", "datasets"])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_resumes_at_any_step(kind: str, workers: int, tmp_path: Path) -> None:
-    loader = {"loader": {"workers": workers}}
-    golden = train(tmp_path / "whole", task_of(kind, changes=CHANGES))
-    for leave_at in (3, 10, 11, 17, None):
-        found = train(tmp_path / "parts", task_of(kind, changes=CHANGES), leave_at, **loader)
-    assert found == golden
-    for run in ("whole", "parts"):
-        assert consumed.check(tmp_path / run).holds
-
-
-@pytest.mark.parametrize("kind", ["arrays", "datasets"])
-def test_ranks_and_microbatches_train_the_same(kind: str, tmp_path: Path) -> None:
-    golden = train(tmp_path / "one", task_of(kind))
-
-    def job(rank: int) -> Any:
-        return train(tmp_path / "two", task_of(kind))
-
-    found = [*run_ranks(2, job, tmp_path / "ranks")]
-    found.append(train(tmp_path / "cut", task_of(kind), train={"microbatch": 2}))
-    for each in found:
-        torch.testing.assert_close(
-            torch.tensor(each[0]), torch.tensor(golden[0]), rtol=1e-6, atol=1e-7
-        )
-    assert consumed.check(tmp_path / "two").holds
-
-
-def test_events_tell_samples_share_and_epochs_of_each_source(tmp_path: Path) -> None:
-    train(tmp_path / "run", Fit(changes=CHANGES))
-    steps = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Step)]
-    assert steps[-1].step == 30
-    told = steps[-1].sources
-    assert {name: each["samples"] for name, each in told.items()} == {"a": 66, "b": 50}
-    assert told["a"]["share"] == pytest.approx(66 / 116)
-    assert told["b"]["epochs"] == pytest.approx(50 / 6)
-    tenth = next(each for each in steps if each.step == 10).sources
-    assert {name: each["samples"] for name, each in tenth.items()} == {"a": 28, "b": 12}
-
-
-def test_a_dataset_draws_anew_in_each_pass(tmp_path: Path) -> None:
-    task = task_of("datasets")
-    train(tmp_path / "run", task)
-    drawn = [value for batch in task.seen for value in batch]
-    assert len(set(drawn)) == len(drawn)  # samples of b come many times, each with another number
-
-
-def test_the_ledger_finds_each_use_of_a_sample(tmp_path: Path) -> None:
-    train(tmp_path / "run", Fit())
-    uses = consumed.find_sample(tmp_path / "run", 41)  # the second one of b
-    assert len(uses) == 6  # 36 samples of the 6 in b
-    assert consumed.find_sample(tmp_path / "run", 45)
-    with pytest.raises(Exception, match="no sample 46"):
-        consumed.find_sample(tmp_path / "run", 46)
-
-
-class Thirty(Fit):
-    def data(self, split: str) -> Any:
-        parts = {f"language {n}": ({"x": torch.randn(1000 + n, 1)}, 1.0 + n) for n in range(30)}
-        return Mixture(parts, changes={5: dict.fromkeys(parts, 1.0)})
-
-
-def test_a_mixture_of_many_sources_has_a_longer_ledger_header(tmp_path: Path) -> None:
-    train(tmp_path / "run", Thirty(), 7)
-    assert ledger.count_header_bytes(tmp_path / "run") == 512
-    train(tmp_path / "run", Thirty())
-    found = consumed.check(tmp_path / "run")
-    assert found.holds
-    assert found.last == 30
-    assert found.num_samples == 120
-
-
-def test_other_weights_are_other_data(tmp_path: Path) -> None:
-    train(tmp_path / "run", Fit(), 4)
-    for how in ({"temperature": 2.0}, {"ends": "once"}, {"changes": CHANGES}, {"draws": True}):
-        with pytest.raises(SurefootError, match="data"):
-            train(tmp_path / "run", Fit(**how))
-    assert consumed.check(tmp_path / "run").last == 4
 
 
 def test_a_short_last_batch_is_left_out_by_a_longer_epoch() -> None:

@@ -158,3 +158,24 @@ def test_ranks_share_the_batches_of_a_part(tmp_path: Path) -> None:
     found = [each for each in events.read(tmp_path / "two") if isinstance(each, events.Evaluated)]
     shown = [(each.num_samples, each.loss, each.metrics) for each in found]
     assert shown == [(each.num_samples, each.loss, each.metrics) for each in one]
+
+
+class Broken(Numbered):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == 25:
+            raise ValueError("broken")
+        return super().__getitem__(index)
+
+
+def test_an_unreadable_sample_of_a_part_is_named_by_its_number(tmp_path: Path) -> None:
+    class Task(Look):
+        def data(self, split: str) -> Any:
+            return super().data(split) if split == "train" else Broken(NUM)
+
+    spec = spec_of(batches=3).replace(data={"on_bad": "skip", "max_bad": 0.5})
+    with Run(spec, Task(), folder=tmp_path / "run", quiet=True) as run:
+        drive(run)
+    told = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Fault)]
+    assert any("sample 25 cannot be read" in each.detail for each in told)
+    found = [each for each in events.read(tmp_path / "run") if isinstance(each, events.Evaluated)]
+    assert [each.num_samples for each in found] == [11, 11]

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, final, get_args
 
 import numpy as np
 
-from surefoot.components.data.order import LARGEST, Permutation, derive, make_cycle
+from surefoot.components.data.order import LARGEST, MAX_CYCLE, Permutation, derive, make_cycle
 from surefoot.core.errors import DataError
 
 Ends = Literal["repeat", "first", "once"]
 MAX_KEPT = 64  # permutations of the sources of a mixture
+SHUFFLED = 1000  # positions of a mixture that are shuffled together
 OF_SOURCE, OF_CYCLE = 0x6D6978, 0x6379636C  # separate these draws from others of the seed
 MAX_CACHED = 4  # cached permutations of blocks: a batch spans one or two
 
@@ -240,7 +242,7 @@ class MixturePlan:
         shares: Whole numbers in the ratio of the sources.
         ends: What happens when a source ends: "repeat" reads it again, in another order; "first"
             ends the epoch before it; "once" goes on with the others.
-        draws: Shuffle the positions of each cycle.
+        draws: Shuffle which source comes next, within 1,000 positions each.
         changes: Later shares, each with the position of the run from which on they hold.
     """
 
@@ -276,9 +278,22 @@ class MixturePlan:
             found = cls(_split(sizes), _split(shares), kind, ends != kind, pieces)
         except ValueError:
             found = None
-        if found is None or found.as_text() != text or found.ends not in get_args(Ends):
+        if found is None or found.as_text() != text or not found.is_possible:
             raise DataError(f"{text!r:.80} is no mixture", hint="it was written by `as_text`")
         return found
+
+    @property
+    def is_possible(self) -> bool:
+        """False for a plan that a damaged text describes."""
+        every = [self.shares, *(shares for _, shares in self.changes)]
+        starts = [0, *(start for start, _ in self.changes)]
+        return (
+            self.ends in get_args(Ends)
+            and min(self.sizes) > 0
+            and all(len(each) == len(self.sizes) for each in every)
+            and all(min(each) >= 0 < sum(each) <= 2 * MAX_CYCLE for each in every)
+            and starts == sorted(set(starts))
+        )
 
     @functools.cached_property
     def pieces(self) -> tuple[MixturePiece, ...]:
@@ -357,34 +372,61 @@ class MixtureOrder:
         An epoch reads the positions before `end`.
         """
         if self.plan.ends == "repeat":
-            return self.plan.count(epoch * self.n + position)
-        whole, part = self.plan.count(end), self.plan.count(position)
+            return self._count(0, epoch * self.n + position)
+        whole, part = self._count(epoch, end), self._count(epoch, position)
         return tuple(epoch * each + rest for each, rest in zip(whole, part, strict=True))
+
+    def _count(self, epoch: int, place: int) -> tuple[int, ...]:
+        piece, end = self._find_piece(place)
+        if not self.plan.draws:
+            return piece.count(place)
+        start = place - (place - piece.start) % SHUFFLED
+        owners, _ = self._draw(piece, end, epoch, start)
+        inside = np.bincount(owners[: place - start], minlength=len(piece.shares)).tolist()
+        return tuple(map(operator.add, piece.count(start), inside))
+
+    def _find_piece(self, place: int) -> tuple[MixturePiece, int]:
+        """Return the piece that a place is in, and the end of the piece."""
+        pieces = self.plan.pieces
+        number = max(k for k, each in enumerate(pieces) if each.start <= place)
+        return pieces[number], self._ends[number]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        last = LARGEST**2 if self.plan.ends == "repeat" else self.n
+        return [*(each.start for each in self.plan.pieces[1:]), last]
 
     def _read(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         plan, repeats = self.plan, self.plan.ends == "repeat"
         places = positions + epoch * self.n if repeats else positions
         starts = [each.start for each in plan.pieces]
-        ends = [*starts[1:], LARGEST**2 if repeats else self.n]
         numbers = np.searchsorted(starts, places, side="right") - 1
         found = np.empty_like(places)
         for number in np.unique(numbers).tolist():
             mine = numbers == number
-            found[mine] = self._read_piece(plan.pieces[number], ends[number], epoch, places[mine])
+            found[mine] = self._read_piece(
+                plan.pieces[number], self._ends[number], epoch, places[mine]
+            )
         return found
 
     def _read_piece(
         self, piece: MixturePiece, end: int, epoch: int, places: np.ndarray
     ) -> np.ndarray:
-        cycle, plan = make_cycle(piece.shares), self.plan
-        length = len(cycle.owners)
-        number_of_cycle, inside = np.divmod(places - piece.start, length)
+        plan = self.plan
         if plan.draws:
-            whole = (end - piece.start) // length  # the positions of a cut cycle keep their order
-            inside = self._draw(piece, number_of_cycle, inside, length, epoch, whole)
-        owners = cycle.owners[inside]
-        shares, read = np.array(piece.shares), np.array(piece.read)
-        nth = read[owners] + number_of_cycle * shares[owners] + cycle.ranks[inside]
+            of_epoch = 0 if plan.ends == "repeat" else epoch
+            owners, nth = np.empty_like(places), np.empty_like(places)
+            starts = places - (places - piece.start) % SHUFFLED
+            for start in np.unique(starts).tolist():
+                mine = starts == start
+                drawn, reads = self._draw(piece, end, of_epoch, start)
+                owners[mine], nth[mine] = drawn[places[mine] - start], reads[places[mine] - start]
+        else:
+            cycle = make_cycle(piece.shares)
+            number_of_cycle, inside = np.divmod(places - piece.start, len(cycle.owners))
+            owners = cycle.owners[inside]
+            shares, read = np.array(piece.shares), np.array(piece.read)
+            nth = read[owners] + number_of_cycle * shares[owners] + cycle.ranks[inside]
         sizes = np.array(plan.sizes)
         passes, within = np.divmod(nth, sizes[owners])
         found = np.empty_like(places)
@@ -410,22 +452,19 @@ class MixtureOrder:
         return found
 
     def _draw(
-        self,
-        piece: MixturePiece,
-        cycles: np.ndarray,
-        inside: np.ndarray,
-        length: int,
-        epoch: int,
-        whole: int,
-    ) -> np.ndarray:
-        """Return the positions of each cycle in a random order, by which its counts stay exact."""
-        of_epoch = 0 if self.plan.ends == "repeat" else epoch + 1
-        drawn = np.empty_like(inside)
-        for number in np.unique(cycles).tolist():
-            mine = cycles == number
-            if number >= whole:
-                drawn[mine] = inside[mine]
-                continue
-            seed = derive(self.seed, OF_CYCLE, of_epoch, piece.start, number)
-            drawn[mine] = Permutation(length, seed)(inside[mine])
-        return drawn
+        self, piece: MixturePiece, end: int, epoch: int, start: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sources of up to 1,000 positions in a random order, and the number of each.
+
+        A number counts the samples of the source that were read before. The positions begin at
+        `start`, and a block ends at the end of the piece.
+        """
+        cycle = make_cycle(piece.shares)
+        places = np.arange(start, min(start + SHUFFLED, end), dtype=np.int64)
+        order = Permutation(len(places), derive(self.seed, OF_CYCLE, epoch, start))
+        owners = cycle.owners[(places - piece.start) % len(cycle.owners)][order(places - start)]
+        nth = np.empty_like(places)
+        for source, before in enumerate(piece.count(start)):
+            mine = owners == source
+            nth[mine] = before + np.arange(int(mine.sum()))
+        return owners, nth

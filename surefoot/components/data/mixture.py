@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -14,7 +14,6 @@ from surefoot.components.data.blocks import Ends, MixtureOrder, MixturePlan
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.streams import SeededIds
 from surefoot.components.data.order import (
-    LARGEST,
     check_ids,
     find_shares,
 )
@@ -23,12 +22,11 @@ from surefoot.components.data.sources.wrapped import (
     SeededReads,
     TorchDataset,
     as_source,
+    check_alike,
     read_items,
 )
 from surefoot.contract.task import Batch, Guarantee, Source
 from surefoot.core.errors import DataError
-
-SHUFFLED_CYCLE = 1000  # shortest cycle whose positions are shuffled
 
 
 class _Datasets:
@@ -68,8 +66,8 @@ class Mixture:
     """Source that mixes sources by weight: `Mixture({"web": (web, 0.7), "code": (code, 0.3)})`.
 
     After any number of samples, each source has within one sample of its exact share, counted from
-    the start of the run or from the last change of the weights. An evaluation reads each sample of
-    all sources once.
+    the start of the run or from the last change of the weights; with "first" and "once", from the
+    start of each epoch. An evaluation reads each sample of all sources once.
 
     Args:
         sources: A source or dataset by name, as `as_source` takes it, alone or in a tuple with its
@@ -80,9 +78,10 @@ class Mixture:
         temperature: The weights are raised to the power of 1 / temperature and normalized; above 1
             small sources get more (Raffel et al., "Exploring the Limits of Transfer Learning",
             2020, section 3.5.2).
-        draws: True to shuffle which source comes next; the shares are then exact every 1,000
-            samples or so.
+        draws: True to shuffle which source comes next, within 1,000 samples at a time; a source
+            then has within one sample of its exact share after each of these.
         changes: Weights by name that hold from a step on, by its number from 1; only with "repeat".
+            A source that begins or ends in the middle of a run has the weight 0 elsewhere.
         collate: Function from a list of samples to a batch, for sources that are all datasets; by
             default the task's `collate`.
 
@@ -103,9 +102,11 @@ class Mixture:
         changes: Mapping[int, Mapping[str, float]] | None = None,
         collate: Callable[[list[Any]], Batch] | None = None,
     ) -> None:
-        given = {name: _split_weight(each) for name, each in sources.items()}
-        if not given:
-            raise DataError("Mixture got no source", hint='Mixture({"web": (source, 0.7), ...})')
+        if not isinstance(sources, Mapping) or not sources:
+            raise DataError(
+                "Mixture got no sources by name", hint='Mixture({"web": (source, 0.7), ...})'
+            )
+        given = {name: _split_weight(name, each) for name, each in sources.items()}
         if ends not in get_args(Ends):
             raise DataError(
                 f"ends is {ends!r}", hint=f"use one of {', '.join(map(repr, get_args(Ends)))}"
@@ -117,8 +118,13 @@ class Mixture:
                 f"weights change at step {min(self._changes)}, and ends is {ends!r}",
                 hint='leave ends out, or set it to "repeat"',
             )
-        parts = [as_source(each, collate) for each, _ in given.values()]
-        self._source = self._join([each for each, _ in given.values()], parts, collate)
+        if not isinstance(draws, bool) or not isinstance(temperature, int | float | np.number):
+            raise DataError(
+                f"draws is {draws!r}, and temperature is {temperature!r}",
+                hint="draws is True or False, temperature a number above 0",
+            )
+        parts = [_as_part(name, each, collate) for name, (each, _) in given.items()]
+        self._source = self._join(parts, collate)
         sizes = tuple(map(len, parts))
         known = [weight for _, weight in given.values() if weight is not None]
         if known and len(known) < len(given):
@@ -128,9 +134,23 @@ class Mixture:
                 hint="give all of them a weight, or none",
             )
         weights = known or [float(size) for size in sizes]
-        self._tempered = functools.partial(_temper, temperature=temperature, draws=draws)
-        shares = self._tempered(dict(zip(self.names, weights, strict=True)))
+        self._temperature = temperature
+        first = dict(zip(self.names, weights, strict=True))
+        used = [first, *self._changes.values()]
+        for name in self.names:
+            if not any(each.get(name, 1) for each in used):
+                raise DataError(
+                    f"the weight of {name!r} is 0",
+                    hint="give a finite number above 0, or leave the source out",
+                )
+        shares = self._find_shares(first)
         self.plan = MixturePlan(sizes, shares, ends, draws)
+        if 0 in (counts := self.plan.count(self.plan.length)) and ends == "first":
+            raise DataError(
+                f"an epoch of {self.plan.length:,} samples ends with another source before it "
+                f"reads one of {self.names[counts.index(0)]!r}",
+                hint='give it a larger weight, or use ends="repeat"',
+            )
         self._later = {step: self._find_later(step, each) for step, each in self._changes.items()}
         digests = [self.plan.as_text(), repr(sorted(self._later.items()))]
         digests += [each.digest for each in parts]
@@ -142,25 +162,62 @@ class Mixture:
         if None not in tokens:
             self.tokens_per_sample = np.dot(cast(Any, tokens), shares) / sum(shares)
 
-    def _join(
-        self, given: list[Any], parts: list[Source], collate: Callable[[list[Any]], Batch] | None
-    ) -> Source:
-        if all(isinstance(each, TorchDataset) for each in parts):
-            self._datasets = _Datasets(given)
-            return TorchDataset(self._datasets, collate)
-        return Concat(parts)
+    def _join(self, parts: list[Source], collate: Callable[[list[Any]], Batch] | None) -> Source:
+        datasets = [each for each in parts if isinstance(each, TorchDataset)]
+        if not datasets:
+            check_alike(parts, [f"source {name!r}" for name in self.names])
+            return Concat(parts)
+        if len(datasets) < len(parts):
+            raise DataError(
+                "some sources of the mixture are datasets, and some are not: "
+                + ", ".join(each.describe() for each in parts),
+                hint="give datasets only, whose samples collate makes into batches, or none",
+            )
+        own = {each.own_collate for each in datasets}
+        if len(own) > 1:
+            raise DataError(
+                "the datasets of the mixture have different collate functions",
+                hint="give the datasets themselves, and collate to the mixture or the task",
+            )
+        self._datasets = _Datasets([each.dataset for each in datasets])
+        return TorchDataset(self._datasets, collate or own.pop())
 
     def _find_later(self, step: int, weights: Mapping[str, float]) -> tuple[int, ...]:
         if type(step) is not int or step < 2:
             raise DataError(
                 f"weights change at step {step!r}", hint="give the number of a step from 2 on"
             )
-        if weights.keys() != set(self.names):
+        if not isinstance(weights, Mapping) or weights.keys() != set(self.names):
             raise DataError(
-                f"the weights from step {step:,} on are those of {', '.join(weights)}",
+                f"the weights from step {step:,} on are {weights!r:.80}",
                 hint=f"give a weight for each of {', '.join(self.names)}",
             )
-        return self._tempered({name: weights[name] for name in self.names})
+        return self._find_shares({name: weights[name] for name in self.names})
+
+    def _find_shares(self, weights: Mapping[str, float]) -> tuple[int, ...]:
+        """Return the shares of weights, which are raised to the power of 1 / temperature."""
+        if not 0 < self._temperature < math.inf:
+            raise DataError(
+                f"temperature is {self._temperature}",
+                hint="give a number above 0; 1 changes no weight",
+            )
+        for name, weight in weights.items():
+            is_number = isinstance(weight, int | float | np.number) and math.isfinite(weight)
+            if not is_number or weight < 0:
+                raise DataError(
+                    f"the weight of {name!r} is {weight!r}",
+                    hint="give a finite number above 0, or leave the source out",
+                )
+        largest = float(max(weights.values()))
+        if not largest:
+            raise DataError("all weights are 0", hint="give one source a weight above 0")
+        parts = [(float(each) / largest) ** (1 / self._temperature) for each in weights.values()]
+        if any(each and not part for each, part in zip(weights.values(), parts, strict=True)):
+            raise DataError(
+                f"with temperature = {self._temperature}, a source has no share",
+                hint="give a temperature nearer to 1",
+            )
+        return find_shares(parts)
 
     def with_collate(self, collate: Callable[[list[Any]], Batch]) -> Mixture:
         """Let `collate` make the batches, if all sources are datasets and none was given."""
@@ -176,7 +233,7 @@ class Mixture:
 
     def _numbers(self, ids: np.ndarray) -> np.ndarray:
         """Return the numbers among the samples of all sources, without those of their passes."""
-        numbers: np.ndarray = check_ids(ids, LARGEST**2) % len(self)
+        numbers: np.ndarray = check_ids(ids, 2**63) % len(self)
         return numbers
 
     def seeded(self, key: int) -> Source:
@@ -207,6 +264,10 @@ class Mixture:
         inner: Any = self._source
         batch: Batch = inner.collate(items, numbers)
         return batch
+
+    def number_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the numbers of samples among those of all sources, for messages."""
+        return ids % len(self)
 
     def num_positions(self, multiple: int) -> int:
         """Return the samples of an epoch; with "repeat" a multiple of `multiple`, if possible."""
@@ -245,29 +306,34 @@ class Mixture:
         return f"a mixture of {', '.join(parts)}"
 
 
-def _split_weight(given: Any) -> tuple[Any, float | None]:
-    """Return a source and its weight, None without one."""
-    numbers = (int, float, np.number)
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    if is_pair and isinstance(given[1], numbers) and not isinstance(given[0], numbers):
-        return given[0], float(given[1])
-    return given, None
-
-
-def _temper(weights: Mapping[str, float], temperature: float, draws: bool) -> tuple[int, ...]:
-    """Return the shares of weights; in a long cycle if its positions are to be shuffled."""
-    if not 0 < temperature < math.inf:
+def _as_part(name: str, given: Any, collate: Callable[[list[Any]], Batch] | None) -> Source:
+    """Return a source of a mixture. Raises DataError, with its name, for one that cannot be."""
+    try:
+        part = as_source(given, collate)
+    except DataError as error:
+        raise DataError(f"source {name!r}: {error.message}", hint=error.hint) from error
+    if part.guarantee != "proven" or hasattr(type(part), "order_of"):
         raise DataError(
-            f"temperature is {temperature}", hint="give a number above 0; 1 changes no weight"
+            f"source {name!r} cannot be part of a mixture: {part.describe()}",
+            hint="give sources or datasets whose samples are read by number",
         )
-    for name, weight in weights.items():
-        if not (isinstance(weight, int | float) and 0 < weight < math.inf):
-            raise DataError(
-                f"the weight of {name!r} is {weight!r}",
-                hint="give a finite number above 0, or leave the source out",
-            )
-    if temperature != 1.0:
-        weights = {name: weight ** (1 / temperature) for name, weight in weights.items()}
-    shares = find_shares(list(weights.values()))
-    times = -(-SHUFFLED_CYCLE // sum(shares)) if draws else 1
-    return tuple(share * times for share in shares)
+    return part
+
+
+def _split_weight(name: str, given: Any) -> tuple[Any, float | None]:
+    """Return a source and its weight, None without one. Raises DataError for another value."""
+    if not (isinstance(given, tuple) and len(given) == 2):
+        return given, None
+    source, weight = given
+    numbers = (int, float, np.number)
+    if isinstance(weight, numbers) and not isinstance(weight, bool):
+        if not isinstance(source, numbers):
+            return source, float(weight)
+    elif not isinstance(source, numbers):
+        is_scalar = isinstance(weight, str | bool | NoneType) or getattr(weight, "ndim", 1) == 0
+        if not is_scalar:
+            return given, None
+    raise DataError(
+        f"the weight of {name!r} is {weight!r:.40}",
+        hint="give a source and its weight, a number, in this order: (source, 0.7)",
+    )

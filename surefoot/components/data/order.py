@@ -11,6 +11,7 @@ hash of (seed, epoch, sample, draw), so that they do not depend on the worker.
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -217,18 +218,19 @@ def find_shares(weights: Sequence[float]) -> tuple[int, ...]:
     ((7, 3), (1, 1, 1), (5, 1))
     """
     exact = [Fraction(str(float(weight))) for weight in weights]
-    known = [each.limit_denominator(MAX_CYCLE) for each in exact]
-    known = known if all(known) else exact
+    known = [(each / max(exact)).limit_denominator(MAX_CYCLE) for each in exact]
+    if any(part and not rounded for part, rounded in zip(exact, known, strict=True)):
+        known = exact
     total = sum(known)
     parts = [each / total for each in known]
     cycle = math.lcm(*(each.denominator for each in parts))
     if cycle <= MAX_CYCLE:
         return tuple(int(each * cycle) for each in parts)
-    # rounded by the largest remainders, each source with one position at least
+    # rounded by the largest remainders, each source with a weight has one position at least
     wanted = [each * MAX_CYCLE for each in parts]
-    shares = [max(1, math.floor(each)) for each in wanted]
+    shares = [max(bool(each), math.floor(each)) for each in wanted]
     for number in sorted(range(len(parts)), key=lambda k: shares[k] - wanted[k]):
-        if sum(shares) < MAX_CYCLE:
+        if sum(shares) < MAX_CYCLE and parts[number]:
             shares[number] += 1
     common = math.gcd(*shares)
     return tuple(each // common for each in shares)
@@ -247,7 +249,7 @@ class Cycle:
     places: tuple[np.ndarray, ...]
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)
 def make_cycle(shares: tuple[int, ...]) -> Cycle:
     """Deal the positions of a cycle to sources, of which each gets its number in `shares`.
 
@@ -255,17 +257,22 @@ def make_cycle(shares: tuple[int, ...]) -> Cycle:
     chairman assignment problem", 1980). All counts are exact after a cycle.
     """
     length, count = sum(shares), len(shares)
-    slack = max(1, 2 * count - 2)
-    given = [0] * count
+    slack = max(1, 2 * sum(map(bool, shares)) - 2)
     owners = np.empty(length, dtype=np.int64)
-    drawn = [number for number, share in enumerate(shares) if share]
-    for position in range(length):
-        # how much each source is behind, in units of 1 / (D slack)
-        behind = [(shares[k] * (position + 1) - given[k] * length) * slack for k in drawn]
-        ready = [(k, due) for k, due in zip(drawn, behind, strict=True) if due >= length]
-        chosen, _ = min(ready, key=lambda each: (length * slack - each[1]) / shares[each[0]])
-        owners[position] = chosen
-        given[chosen] += 1
+    given = [0] * count
+    ready: list[tuple[float, int]] = []  # by the end of the time in which the next one is due
+    # a source may get its next position from the time on at which it is 1 / slack behind
+    waiting = [(-(-length // (slack * share)), k) for k, share in enumerate(shares) if share]
+    heapq.heapify(waiting)
+    for position in range(1, length + 1):
+        while waiting and waiting[0][0] <= position:
+            _, k = heapq.heappop(waiting)
+            heapq.heappush(ready, (length * (given[k] + 1) / shares[k], k))
+        _, k = heapq.heappop(ready)
+        owners[position - 1] = k
+        given[k] += 1
+        behind = length * (slack * given[k] + 1)
+        heapq.heappush(waiting, (-(-behind // (slack * shares[k])), k))
     places = tuple(np.flatnonzero(owners == number) for number in range(count))
     ranks = np.empty(length, dtype=np.int64)
     for of_source in places:

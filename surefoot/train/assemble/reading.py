@@ -148,7 +148,10 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     of the feed is then a `DealtLoader`.
     Raises SpecError for settings that do not fit the source.
     """
-    train, batch = spec.train, spec.train.step_batch
+    train, batch, num_samples = spec.train, spec.train.step_batch, len(source)
+    mixture: Any = source if hasattr(type(source), "order_of") else None
+    if mixture is not None:
+        num_samples = mixture.num_positions(batch if spec.data.last_batch == "drop" else 1)
     microbatch = train.pass_size(share.num_pieces)
     if train.ramp:
         check_ramp(spec, source)
@@ -162,13 +165,9 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
         if share.size > 1:
             _check_shares(spec, source, share)
             if train.batchnorm == "sync":
-                _check_equal_passes(spec, len(source), share)
+                _check_equal_passes(spec, num_samples, share)
     shuffles = spec.data.shuffle and source.guarantee == "proven"
-    order: Any = Order(len(source), train.seed, shuffle=shuffles)
-    mixture: Any = source if hasattr(type(source), "order_of") else None
-    if mixture is not None:
-        multiple = batch if spec.data.last_batch == "drop" else 1
-        order = replace(order, n=mixture.num_positions(multiple))
+    order = Order(num_samples, train.seed, shuffle=shuffles)
     if spec.data.window is not None:
         order = replace(order, chunk=_chunk_of(spec, source), window=spec.data.window)
     feed = Feed(

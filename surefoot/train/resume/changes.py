@@ -162,7 +162,11 @@ RULES = (
     ChangeRule("data.*", "fork", "the data order differs from the first new step"),
     ChangeRule("evaluate.split", "fork", "the best score is reset if the first split changes"),
     ChangeRule("evaluate.score", "fork", "the best score is reset"),
-    ChangeRule("evaluate.batches", "fork", "the best score is reset"),
+    ChangeRule(
+        "evaluate.batches",
+        "fork",
+        "the best score is reset, as by `evaluate.batch` and `train.batch` beside it",
+    ),
     ChangeRule("evaluate.*", "fork", "the new values apply from the first new step"),
     ChangeRule("*", "fork", "the new values apply from the first new step"),
 )
@@ -350,10 +354,14 @@ def _switches_average(change: Change) -> bool:
     return change.key == "optim.ema" and (change.was is None) != (change.now is None)
 
 
-def starts_scores_anew(changes: Sequence[Change]) -> bool:
-    """Return whether an evaluation now measures a different quantity than before."""
+def starts_scores_anew(changes: Sequence[Change], *, is_limited: bool) -> bool:
+    """Return whether an evaluation now measures a different quantity than before.
+
+    If `evaluate.batches` limits it, the size of the batches decides which samples are evaluated.
+    """
+    sizes = ("evaluate.batch", "train.batch") if is_limited else ()
     return any(
-        change.key in ("evaluate.score", "evaluate.batches")
+        change.key in ("evaluate.score", "evaluate.batches", *sizes)
         or change.key.startswith("task.")
         or (change.key == "evaluate.split" and _first(change.was) != _first(change.now))
         for change in changes

@@ -111,9 +111,13 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
             hint="give another store: --set checkpoint.store=URL",
         )
     is_other_task = any(change.key.startswith("task.") for change in found)
+    is_limited = assembly.spec.evaluate.batches is not None
+    scores_anew = changes.starts_scores_anew(found, is_limited=is_limited)
     state = LiveState(assembly)
     saved = state.restore(
-        commit, lambda tree: _remove_replaced_state(tree, found), keep_buffers=is_other_task
+        commit,
+        lambda tree: _remove_replaced_state(tree, found, scores=scores_anew),
+        keep_buffers=is_other_task,
     )
     same.check_alike(group, state, start.step)
     if total is None:
@@ -121,7 +125,10 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
     return RunStart(
         start.step,
         parent,
-        (*_notes(start, found), *_note_other_changes(start.run, assembly)),
+        (
+            *_notes(start, found, scores_anew=scores_anew),
+            *_note_other_changes(start.run, assembly),
+        ),
         saved,
     )
 
@@ -146,8 +153,8 @@ def spec_of(run: Path) -> RunSpec:
     return spec_file.read_of_run(run, checks_task=False).spec
 
 
-def _remove_replaced_state(tree: dict[str, Any], found: Sequence[Change]) -> None:
-    """Remove the state from `tree` that the changed keys of the spec replace."""
+def _remove_replaced_state(tree: dict[str, Any], found: Sequence[Change], *, scores: bool) -> None:
+    """Remove the state from `tree` that the changed keys replace; with `scores`, the best score."""
     from surefoot.train.resume import changes
 
     if changes.changes_settings(found):
@@ -160,16 +167,14 @@ def _remove_replaced_state(tree: dict[str, Any], found: Sequence[Change]) -> Non
     sizes = ("train.batch", "train.accumulate", "train.microbatch", "train.ramp")
     if any(change.key in sizes for change in found):
         tree["microbatch"] = None
-    if changes.starts_scores_anew(found):
+    if scores:
         tree["scores"], tree["plateau"] = None, None
 
 
-def _notes(start: Start, found: Sequence[Change]) -> tuple[str, ...]:
-    from surefoot.train.resume import changes
-
+def _notes(start: Start, found: Sequence[Change], *, scores_anew: bool) -> tuple[str, ...]:
     notes = [f"forked from {start.run} after step {start.step:,}"]
     notes += [f"changed: {change}" for change in found if change.rule.verdict != "in place"]
-    if changes.starts_scores_anew(found):
+    if scores_anew:
         notes.append("the best score is reset: evaluations now measure another quantity")
     return tuple(notes)
 

@@ -114,9 +114,7 @@ class BadRecords:
 
         Raises BadRecordError if more samples are recorded than may be left out.
         """
-        # a mixture adds the number of all samples at each pass
-        of_set = [each._replace(sample=each.sample % self._num_samples) for each in bad]
-        fresh = [each for each in of_set if each.sample not in self.found]
+        fresh = [each for each in bad if each.sample not in self.found]
         self.found.update(fresh)
         if len(self.found) > self.limit:
             last = fresh[-1]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from surefoot.components.data.feed import SampleWindow
-from surefoot.components.data.loader.bad import ReadResult, read_sound
+from surefoot.components.data.loader.bad import ReadResult, UnreadableSample, read_sound
 from surefoot.components.data.loader.streams import DRAWS, streams_of, streams_of_epoch
 from surefoot.components.data.order import Keys, derive
 from surefoot.components.data.sources.iterated import copy_of
@@ -139,6 +139,29 @@ def fix_epoch(source: Source, epoch: int, seed: int, *, keep: bool = False) -> S
     return cast(Source, made)
 
 
+def number_of(source: Source, ids: np.ndarray) -> np.ndarray:
+    """Return the numbers by which the user knows samples of a source."""
+    own = getattr(source, "number_of", None)
+    return ids if own is None else own(ids)
+
+
+def number_bad(source: Source, bad: Iterable[UnreadableSample]) -> list[UnreadableSample]:
+    """Return unreadable samples with the numbers that `number_of` gives."""
+    return [
+        each._replace(sample=int(number_of(source, np.array([each.sample]))[0])) for each in bad
+    ]
+
+
+def describe_samples(source: Source, ids: np.ndarray) -> str:
+    """Return the numbers of the first samples as text."""
+    shown = ", ".join(map(str, number_of(source, ids[:4]).tolist()))
+    return (
+        f"sample {shown}"
+        if len(ids) == 1
+        else f"samples {shown}{', ...' if len(ids) > 4 else ''} ({len(ids)} of them)"
+    )
+
+
 class SomeSamples:
     """Source of the samples `numbers` of another source, counted from 0 in that order.
 
@@ -155,6 +178,10 @@ class SomeSamples:
     def read(self, ids: np.ndarray) -> Batch:
         batch = self._source.read(self._numbers[ids])
         return copy_of(batch) if self._copies else batch
+
+    def number_of(self, ids: np.ndarray) -> np.ndarray:
+        """Return the numbers of samples in the wrapped source, for messages."""
+        return number_of(self._source, self._numbers[ids])
 
     def describe(self) -> str:
         return f"{len(self):,} of {self._source.describe()}"

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.bad import BadRecords, ReadResult
 from surefoot.components.data.loader.batches import (
@@ -27,7 +25,7 @@ from surefoot.components.data.loader.batches import (
     StepBatches,
     bytes_of,
 )
-from surefoot.components.data.loader.jobs import Job, Reader
+from surefoot.components.data.loader.jobs import Job, Reader, describe_samples, number_bad
 from surefoot.components.data.loader.pilot import (
     STARVES,
     STARVES_AFTER_S,
@@ -152,7 +150,7 @@ class Loader:
         return StepBatches.of(number, window, cut, batches, first)
 
     def _leave_out(self, taken: StepBatches) -> None:
-        for each in self.bad.add(taken.bad):
+        for each in self.bad.add(number_bad(self.source, taken.bad)):
             what = f"sample {each.sample} cannot be read: {each.reason}"
             counts = f"number {len(self.bad.found):,} of at most {self.bad.limit:,}"
             then = f"the sample is left out, {counts}"
@@ -358,9 +356,8 @@ class Loader:
         step = self._next - 1 if guilty is None else guilty.job.number
         what = f"{name} {how}"
         if guilty is not None:
-            what += (
-                f" while it read {_describe_samples(guilty.job.ids)} of step {guilty.job.number:,}"
-            )
+            samples = describe_samples(self.source, guilty.job.ids)
+            what += f" while it read {samples} of step {guilty.job.number:,}"
             guilty.tries += 1
             if guilty.tries > MAX_TRIES:
                 self.close()
@@ -401,7 +398,7 @@ class Loader:
         crew = self._crew or self._make_crew()
         what = (
             f"{crew.name(ticket.place)} raised {raised} while it read "
-            f"{_describe_samples(job.ids)} of step {job.number:,}"
+            f"{describe_samples(self.source, job.ids)} of step {job.number:,}"
         )
         then = "the same samples were read again, without an error"
         self.tell(LoaderNotice("worker", job.number, what, then))
@@ -488,13 +485,4 @@ def _step_batches(number: int, tickets: list[_SentJob]) -> StepBatches:
         [each.job.ids for each in tickets],
         [each.read for each in tickets],
         job.first,
-    )
-
-
-def _describe_samples(ids: np.ndarray) -> str:
-    shown = ", ".join(map(str, ids[:4].tolist()))
-    return (
-        f"sample {shown}"
-        if len(ids) == 1
-        else f"samples {shown}{', ...' if len(ids) > 4 else ''} ({len(ids)} of them)"
     )

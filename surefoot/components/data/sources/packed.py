@@ -173,7 +173,7 @@ class TokenFile:
                 "TokenFile got both an end token and offsets", hint="give one of the two"
             )
         self.paths = find_files(path)
-        starts = None if offsets is None else find_files(offsets)
+        starts = find_files(offsets) if offsets else None
         self._again = partial(TokenFile, length=length, dtype=dtype, end=end, offsets=starts)
         if not self.paths or len(starts or self.paths) != len(self.paths):
             raise DataError(

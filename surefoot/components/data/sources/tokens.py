@@ -182,7 +182,7 @@ def _read_header(path: Path) -> tuple[int, int] | None:
     if len(start) < 12:
         return None
     magic, _, count = struct.unpack("<3i", start)
-    return (TOKEN_BYTES[magic], count) if magic in TOKEN_BYTES and count > 0 else None
+    return (TOKEN_BYTES[magic], count) if magic in TOKEN_BYTES else None
 
 
 def _open_after_header(
@@ -194,7 +194,7 @@ def _open_after_header(
             f"{path} has a header that says {token_bytes} bytes a token, but dtype is {kind.name}",
             hint=f'give dtype="{name}"',
         )
-    if num_bytes != HEADER_BYTES + count * token_bytes:
+    if count < 1 or num_bytes != HEADER_BYTES + count * token_bytes:
         raise DataError(
             f"{path} has {num_bytes:,} bytes, but its header says {count:,} tokens of "
             f"{token_bytes} bytes after {HEADER_BYTES:,} bytes",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -88,6 +88,17 @@ class TorchDataset:
         """
         numbers = check_ids(ids, len(self)).tolist()
         return self.collate(self.samples_of(numbers, key), numbers)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset, without a `Subset` inside a `Subset`."""
+        return self._dataset
+
+    @property
+    def own_collate(self) -> Callable[[list[Any]], Batch] | None:
+        """The given collate function, or None."""
+        own: Callable[[list[Any]], Batch] | None = self._own_collate
+        return own
 
     @property
     def collates(self) -> bool:
@@ -202,8 +213,8 @@ class Concat:
         sources: The sources, whose samples are read by number, or what `as_source` takes.
 
     Raises:
-        DataError: For no source, one of another kind, and sources of images whose classes differ.
-            On reading, for batches that differ.
+        DataError: For no source, one of another kind, sources of images whose classes differ, and
+            sources whose samples differ in fields, dtypes or shapes.
     """
 
     guarantee: Guarantee = "proven"
@@ -213,11 +224,12 @@ class Concat:
         if not self._sources:
             raise DataError("Concat got no source", hint="give one source or more in a list")
         for each in self._sources:
-            if each.guarantee != "proven" or isinstance(each, TorchDataset):
+            is_mixture = hasattr(type(each), "order_of")
+            if each.guarantee != "proven" or isinstance(each, TorchDataset) or is_mixture:
                 raise DataError(
-                    f"Concat cannot join {each.describe()}",
-                    hint="join datasets with torch.utils.data.ConcatDataset; a stream or a "
-                    "DataLoader cannot be joined",
+                    f"{each.describe()} cannot be one of several sources",
+                    hint="join datasets with torch.utils.data.ConcatDataset; a stream, a "
+                    "DataLoader or a mixture cannot be joined",
                 )
         self.classes = getattr(self._sources[0], "classes", None)
         for each in self._sources:
@@ -226,6 +238,7 @@ class Concat:
                     f"Concat got sources with different classes: {self.classes} and {others}",
                     hint="give each the same classes, in the same order, since labels are numbers",
                 )
+        check_alike(self._sources, [f"source {n}" for n in range(1, len(self._sources) + 1)])
         self._ends = np.cumsum([len(each) for each in self._sources])
         self.thread_safe = all(getattr(each, "thread_safe", False) for each in self._sources)
         digests = " ".join(each.digest for each in self._sources)
@@ -255,6 +268,16 @@ class Concat:
         return f"{len(self):,} samples of {count} sources, the first with {first}"
 
 
+def check_alike(sources: Sequence[Source], names: Sequence[str]) -> None:
+    """Raise DataError unless the first samples of all sources can be one batch."""
+    rows = [each.read(np.zeros(1, dtype=np.int64)) for each in sources]
+    for name, row in zip(names[1:], rows[1:], strict=True):
+        try:
+            _merge_rows([(np.array([0]), rows[0]), (np.array([1]), row)], 2)
+        except DataError as error:
+            raise DataError(f"{names[0]} and {name}: {error.message}", hint=error.hint) from None
+
+
 def _merge_rows(parts: list[tuple[np.ndarray, Any]], size: int) -> Batch:
     """Return one batch of `size` samples from parts of it, each with the places of its rows.
 
@@ -273,13 +296,14 @@ def _merge_rows(parts: list[tuple[np.ndarray, Any]], size: int) -> Batch:
                 key: _merge_rows([(places, each[key]) for places, each in parts], size)
                 for key in first
             }
-        if isinstance(first, tuple) and len({len(each) for _, each in parts}) == 1:
-            rows = (
-                _merge_rows([(places, each[number]) for places, each in parts], size)
-                for number in range(len(first))
-            )
-            return tuple(rows)
-        if isinstance(first, list) and all(len(each) == len(places) for places, each in parts):
+        if isinstance(first, tuple) or all(_has_fields(each, len(at)) for at, each in parts):
+            if len({len(each) for _, each in parts}) == 1:
+                rows = [
+                    _merge_rows([(places, each[number]) for places, each in parts], size)
+                    for number in range(len(first))
+                ]
+                return type(first)(*rows) if hasattr(first, "_fields") else type(first)(rows)
+        elif isinstance(first, list) and all(len(each) == len(places) for places, each in parts):
             of_place = {
                 place: row
                 for places, each in parts
@@ -288,8 +312,17 @@ def _merge_rows(parts: list[tuple[np.ndarray, Any]], size: int) -> Batch:
             return [of_place[place] for place in range(size)]
     kinds = ", ".join(dict.fromkeys(_describe_rows(each) for _, each in parts))
     raise DataError(
-        f"the sources of a Concat give batches that differ: {kinds}",
+        f"sources that are read together give batches that differ: {kinds}",
         hint="give sources of the same fields, dtypes and shapes",
+    )
+
+
+def _has_fields(batch: Any, size: int) -> bool:
+    """Return whether a list has a field in each item, with one row for each of `size` samples."""
+    return (
+        isinstance(batch, list)
+        and len(batch) > 0
+        and all(isinstance(each, Tensor) and each.shape[:1] == (size,) for each in batch)
     )
 
 
@@ -298,7 +331,8 @@ def _describe_rows(rows: Any) -> str:
         return f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
     if isinstance(rows, Mapping):
         return f"the fields {', '.join(map(str, rows))}"
-    return f"a {type(rows).__name__}" + (f" of {len(rows)}" if isinstance(rows, tuple) else "")
+    count = f" of {len(rows)}" if isinstance(rows, tuple | list) else ""
+    return f"a {type(rows).__name__}{count}"
 
 
 SHOWN = 8  # samples in a message
