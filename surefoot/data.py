@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from surefoot.components.data.blocks import BlockShuffle, Order, measure_mixing
 from surefoot.components.data.feed import Feed, StreamShard, to_device
-from surefoot.components.data.mixture import Mixture
+from surefoot.components.data.mixture import Concat, Mixture
 from surefoot.components.data.order import Keys
 from surefoot.components.data.remote.fetch import RetryPolicy
 from surefoot.components.data.remote.shards import Remote
@@ -24,7 +24,7 @@ from surefoot.components.data.sources.tables import Table
 from surefoot.components.data.sources.tensors import Safetensors
 from surefoot.components.data.sources.texts import Texts, join_texts
 from surefoot.components.data.sources.tokens import Tokens
-from surefoot.components.data.sources.wrapped import Concat, TorchDataset, as_source
+from surefoot.components.data.sources.wrapped import TorchDataset, as_source
 from surefoot.components.data.tars.source import Tars
 from surefoot.components.data.tars.stream import TarStream
 from surefoot.components.data.transforms.colors import Jitter, Normalize

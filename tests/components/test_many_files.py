@@ -75,6 +75,32 @@ def test_fields_in_a_list_or_a_named_tuple_are_fields(kind: Any) -> None:
     assert batch[1].tolist() == [[1], [8], [0], [9]]
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_list_of_samples_stays_one(count: int) -> None:
+    class Images(Fields):
+        def read(self, ids: np.ndarray) -> Any:
+            return [torch.full((3, 2), float(each + self.start)) for each in ids]
+
+    batch = Concat([Images(0, 5), Images(5, 5)]).read(
+        np.concatenate([np.arange(count), np.arange(5, 5 + count)])
+    )
+    assert [each.shape for each in batch] == [(3, 2)] * (2 * count)
+    assert [int(each[0, 0]) for each in batch] == [*range(count), *range(5, 5 + count)]
+
+
+def test_a_source_whose_first_sample_is_broken_is_joined() -> None:
+    class Broken(Fields):
+        def read(self, ids: np.ndarray) -> Any:
+            if 0 in ids:
+                raise OSError("broken")
+            return super().read(ids)
+
+    joined = Concat([Fields(0, 3), Broken(3, 4)])
+    assert joined.read(np.array([0, 5]))["texts"] == ["text 0", "text 5"]
+    with pytest.raises(OSError, match="broken"):
+        joined.read(np.array([0, 3]))
+
+
 def test_tuples_dicts_and_lists_keep_their_order() -> None:
     batch = Concat([Fields(0, 3), Fields(3, 4)]).read(np.array([6, 0, 3, 2]))
     assert batch["texts"] == ["text 6", "text 0", "text 3", "text 2"]

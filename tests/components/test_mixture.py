@@ -204,6 +204,20 @@ def test_shuffled_turns_keep_the_shares_of_a_cycle(ends: Any) -> None:
     assert owners.tolist() != owners_of(mixed((5, 3, 2), sizes, ends=ends), 200).tolist()
 
 
+@pytest.mark.parametrize("ends", ["repeat", "first", "once"])
+@pytest.mark.parametrize("last_batch", ["keep", "drop"])
+@pytest.mark.parametrize("sizes", [(500, 500), (600, 470, 30)])
+def test_what_is_told_is_what_was_read(ends: Any, last_batch: str, sizes: Any) -> None:
+    mixture = mixed([1] * len(sizes), sizes, ends=ends, draws=True)
+    feed = feed_of(mixture, 40, data={"last_batch": last_batch})
+    read = np.zeros(len(sizes), dtype=int)
+    for step in range(3 * feed.steps_per_epoch):
+        told = [each["samples"] for each in mixture.count(feed, step).values()]
+        assert told == read.tolist()
+        owners = mixture.read(feed.window(step).ids)[0][:, 0].long()
+        read += np.bincount(owners, minlength=len(sizes))
+
+
 def test_any_part_of_an_epoch_is_the_same_as_in_order() -> None:
     later = ((37, (1, 1, 1, 1, 1)), (500, (9, 1, 1, 1, 1)))
     for plan in (
@@ -307,6 +321,7 @@ def test_long_cycles_are_shuffled_by_the_thousand() -> None:
         ({"temperature": "2"}, "temperature is '2'"),
         ({"draws": "yes"}, "draws is 'yes'"),
         ({"changes": {5: {"s0": 1, "s1": 1}}, "ends": "once"}, "ends is 'once'"),
+        ({"changes": {"5": {"s0": 1, "s1": 1}}}, "change at step '5'"),
     ],
 )
 def test_settings_that_are_not_possible_are_named(how: Any, what: str) -> None:

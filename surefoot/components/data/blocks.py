@@ -373,14 +373,26 @@ class MixtureOrder:
         """
         if self.plan.ends == "repeat":
             return self._count(0, epoch * self.n + position)
-        whole, part = self._count(epoch, end), self._count(epoch, position)
-        return tuple(epoch * each + rest for each, rest in zip(whole, part, strict=True))
+        part = self._count(epoch, position)
+        if not self.plan.draws:  # else the samples that an epoch drops differ
+            return tuple(
+                epoch * each + rest for each, rest in zip(self._count(0, end), part, strict=True)
+            )
+        totals = self._totals
+        while len(totals) <= epoch:
+            totals.append(tuple(map(operator.add, totals[-1], self._count(len(totals) - 1, end))))
+        return tuple(map(operator.add, totals[epoch], part))
+
+    @functools.cached_property
+    def _totals(self) -> list[tuple[int, ...]]:
+        """Samples of each source before each epoch, as far as they were counted."""
+        return [(0,) * len(self.plan.sizes)]
 
     def _count(self, epoch: int, place: int) -> tuple[int, ...]:
         piece, end = self._find_piece(place)
-        if not self.plan.draws:
-            return piece.count(place)
         start = place - (place - piece.start) % SHUFFLED
+        if not self.plan.draws or start == place:
+            return piece.count(place)
         owners, _ = self._draw(piece, end, epoch, start)
         inside = np.bincount(owners[: place - start], minlength=len(piece.shares)).tolist()
         return tuple(map(operator.add, piece.count(start), inside))
@@ -445,7 +457,7 @@ class MixtureOrder:
         order = self._orders.get(key)
         if order is None:
             seed = derive(self.seed, OF_SOURCE, source, number_of_pass)
-            if len(self._orders) >= MAX_KEPT:
+            if len(self._orders) >= max(MAX_KEPT, 2 * len(self.plan.sizes)):
                 self._orders.clear()
             order = self._orders[key] = Permutation(self.plan.sizes[source], seed)
         found: np.ndarray = order(within)

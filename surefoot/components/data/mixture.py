@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, cast, get_args
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from surefoot.components.data.blocks import Ends, MixtureOrder, MixturePlan
 from surefoot.components.data.feed import Feed
@@ -18,15 +20,166 @@ from surefoot.components.data.order import (
     find_shares,
 )
 from surefoot.components.data.sources.wrapped import (
-    Concat,
     SeededReads,
     TorchDataset,
     as_source,
-    check_alike,
     read_items,
 )
 from surefoot.contract.task import Batch, Guarantee, Source
 from surefoot.core.errors import DataError
+
+
+class Concat:
+    """Source of the samples of several sources, one after another, with one order over all.
+
+    Their batches must have the same structure, dtypes and shapes, such as the windows of several
+    token files. Datasets of torch are joined by `torch.utils.data.ConcatDataset` instead, so that
+    a collate function gets the samples of a batch together.
+
+    Args:
+        sources: The sources, whose samples are read by number, or what `as_source` takes.
+
+    Raises:
+        DataError: For no source, one of another kind, sources of images whose classes differ, and
+            sources whose samples differ in fields, dtypes or shapes.
+    """
+
+    guarantee: Guarantee = "proven"
+
+    def __init__(self, sources: Iterable[Any]) -> None:
+        self._sources = [as_source(each) for each in sources]
+        if not self._sources:
+            raise DataError("Concat got no source", hint="give one source or more in a list")
+        for each in self._sources:
+            is_mixture = hasattr(type(each), "order_of")
+            if each.guarantee != "proven" or isinstance(each, TorchDataset) or is_mixture:
+                raise DataError(
+                    f"{each.describe()} cannot be one of several sources",
+                    hint="join datasets with torch.utils.data.ConcatDataset; a stream, a "
+                    "DataLoader or a mixture cannot be joined",
+                )
+        self.classes = getattr(self._sources[0], "classes", None)
+        for each in self._sources:
+            if (others := getattr(each, "classes", None)) != self.classes:
+                raise DataError(
+                    f"Concat got sources with different classes: {self.classes} and {others}",
+                    hint="give each the same classes, in the same order, since labels are numbers",
+                )
+        check_alike(self._sources, [f"source {n}" for n in range(1, len(self._sources) + 1)])
+        self._gives_fields = _gives_fields(self._sources[0])
+        self._ends = np.cumsum([len(each) for each in self._sources])
+        self.thread_safe = all(getattr(each, "thread_safe", False) for each in self._sources)
+        digests = " ".join(each.digest for each in self._sources)
+        self.digest = hashlib.sha256(digests.encode()).hexdigest()
+        tokens = [getattr(each, "tokens_per_sample", None) for each in self._sources]
+        if None not in tokens:
+            counts = [len(each) for each in self._sources]
+            self.tokens_per_sample = np.dot(cast(Any, tokens), counts) / len(self)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, ids: np.ndarray) -> Batch:
+        ids = check_ids(ids, len(self))
+        owners = np.searchsorted(self._ends, ids, side="right")
+        parts: list[tuple[np.ndarray, Batch]] = []
+        for owner in np.unique(owners).tolist():
+            places = np.flatnonzero(owners == owner)
+            before = int(self._ends[owner - 1]) if owner else 0
+            parts.append((places, self._sources[owner].read(ids[places] - before)))
+        if not parts:
+            return self._sources[0].read(ids)
+        if len(parts) == 1:
+            return parts[0][1]
+        return _merge_rows(parts, len(ids), has_fields=self._gives_fields)
+
+    def describe(self) -> str:
+        first, count = self._sources[0].describe(), len(self._sources)
+        return f"{len(self):,} samples of {count} sources, the first with {first}"
+
+
+def check_alike(sources: Sequence[Source], names: Sequence[str]) -> None:
+    """Raise DataError unless the first samples of all sources can be one batch.
+
+    A source whose first sample cannot be read is not compared.
+    """
+    rows = [(name, _read_some(each, 1)) for name, each in zip(names, sources, strict=True)]
+    known = [(name, row) for name, row in rows if row is not None]
+    fields = _gives_fields(sources[0])
+    for name, row in known[1:]:
+        first, of_first = known[0]
+        try:
+            _merge_rows([(np.array([0]), of_first), (np.array([1]), row)], 2, has_fields=fields)
+        except DataError as error:
+            raise DataError(f"{first} and {name}: {error.message}", hint=error.hint) from None
+
+
+def _read_some(source: Source, count: int) -> Any:
+    """Return a batch of the first samples of a source, None if they cannot be read."""
+    try:
+        return source.read(np.arange(min(count, len(source)), dtype=np.int64))
+    except Exception:  # noqa: BLE001 - of a bad sample, which a run may leave out
+        return None
+
+
+def _gives_fields(source: Source) -> bool:
+    """Return whether the batches of a source are lists of fields, not lists of samples."""
+    batch = _read_some(source, 1)
+    if isinstance(batch, list) and len(batch) == 1 and len(source) > 1:
+        batch = _read_some(source, 2)
+        return isinstance(batch, list) and len(batch) == 1
+    return isinstance(batch, list) and len(batch) != 1
+
+
+def _merge_rows(
+    parts: list[tuple[np.ndarray, Any]], size: int, *, has_fields: bool = False
+) -> Batch:
+    """Return one batch of `size` samples from parts of it, each with the places of its rows.
+
+    With `has_fields`, the items of a list are fields with a row for each sample, else samples.
+    Raises DataError if the parts have different structures, dtypes or shapes.
+    """
+    first = parts[0][1]
+    if isinstance(first, Tensor) and all(isinstance(each, Tensor) for _, each in parts):
+        if len({(each.dtype, each.shape[1:], each.ndim > 0) for _, each in parts}) == 1:
+            made = first.new_empty((size, *first.shape[1:]))
+            for places, rows in parts:
+                made[torch.from_numpy(places)] = rows
+            return made
+    elif all(type(each) is type(first) for _, each in parts):
+        if isinstance(first, Mapping) and all(each.keys() == first.keys() for _, each in parts):
+            return {
+                key: _merge_rows([(places, each[key]) for places, each in parts], size)
+                for key in first
+            }
+        if isinstance(first, tuple) or (isinstance(first, list) and has_fields):
+            if len({len(each) for _, each in parts}) == 1:
+                rows = [
+                    _merge_rows([(places, each[number]) for places, each in parts], size)
+                    for number in range(len(first))
+                ]
+                return type(first)(*rows) if hasattr(first, "_fields") else type(first)(rows)
+        elif isinstance(first, list) and all(len(each) == len(places) for places, each in parts):
+            of_place = {
+                place: row
+                for places, each in parts
+                for place, row in zip(places.tolist(), each, strict=True)
+            }
+            return [of_place[place] for place in range(size)]
+    kinds = ", ".join(dict.fromkeys(_describe_rows(each) for _, each in parts))
+    raise DataError(
+        f"sources that are read together give batches that differ: {kinds}",
+        hint="give sources of the same fields, dtypes and shapes",
+    )
+
+
+def _describe_rows(rows: Any) -> str:
+    if isinstance(rows, Tensor):
+        return f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
+    if isinstance(rows, Mapping):
+        return f"the fields {', '.join(map(str, rows))}"
+    count = f" of {len(rows)}" if isinstance(rows, tuple | list) else ""
+    return f"a {type(rows).__name__}{count}"
 
 
 class _Datasets:
@@ -66,8 +219,9 @@ class Mixture:
     """Source that mixes sources by weight: `Mixture({"web": (web, 0.7), "code": (code, 0.3)})`.
 
     After any number of samples, each source has within one sample of its exact share, counted from
-    the start of the run or from the last change of the weights; with "first" and "once", from the
-    start of each epoch. An evaluation reads each sample of all sources once.
+    the start of the run or from the last change of the weights; with "first", from the start of
+    each epoch, and with "once", from the last end of a source. An evaluation reads each sample of
+    all sources once.
 
     Args:
         sources: A source or dataset by name, as `as_source` takes it, alone or in a tuple with its
@@ -115,7 +269,7 @@ class Mixture:
         self._datasets: Any = None
         if self._changes and ends != "repeat":
             raise DataError(
-                f"weights change at step {min(self._changes)}, and ends is {ends!r}",
+                f"weights change during the run, and ends is {ends!r}",
                 hint='leave ends out, or set it to "repeat"',
             )
         if not isinstance(draws, bool) or not isinstance(temperature, int | float | np.number):
@@ -183,7 +337,7 @@ class Mixture:
         return TorchDataset(self._datasets, collate or own.pop())
 
     def _find_later(self, step: int, weights: Mapping[str, float]) -> tuple[int, ...]:
-        if type(step) is not int or step < 2:
+        if not isinstance(step, int | np.integer) or step < 2:
             raise DataError(
                 f"weights change at step {step!r}", hint="give the number of a step from 2 on"
             )

@@ -249,7 +249,7 @@ class Cycle:
     places: tuple[np.ndarray, ...]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=128)
 def make_cycle(shares: tuple[int, ...]) -> Cycle:
     """Deal the positions of a cycle to sources, of which each gets its number in `shares`.
 

@@ -165,7 +165,7 @@ RULES = (
     ChangeRule(
         "evaluate.batches",
         "fork",
-        "the best score is reset, as by `evaluate.batch` and `train.batch` beside it",
+        "the best score is reset, as by another size of these batches",
     ),
     ChangeRule("evaluate.*", "fork", "the new values apply from the first new step"),
     ChangeRule("*", "fork", "the new values apply from the first new step"),
@@ -354,12 +354,12 @@ def _switches_average(change: Change) -> bool:
     return change.key == "optim.ema" and (change.was is None) != (change.now is None)
 
 
-def starts_scores_anew(changes: Sequence[Change], *, is_limited: bool) -> bool:
+def starts_scores_anew(changes: Sequence[Change], sizes: Sequence[str] = ()) -> bool:
     """Return whether an evaluation now measures a different quantity than before.
 
-    If `evaluate.batches` limits it, the size of the batches decides which samples are evaluated.
+    `sizes` are the keys that set the size of its batches, which decides which samples are evaluated
+    if `evaluate.batches` limits their number.
     """
-    sizes = ("evaluate.batch", "train.batch") if is_limited else ()
     return any(
         change.key in ("evaluate.score", "evaluate.batches", *sizes)
         or change.key.startswith("task.")

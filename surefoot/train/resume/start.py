@@ -111,8 +111,9 @@ def begin(start: Start, assembly: Assembly) -> RunStart:
             hint="give another store: --set checkpoint.store=URL",
         )
     is_other_task = any(change.key.startswith("task.") for change in found)
-    is_limited = assembly.spec.evaluate.batches is not None
-    scores_anew = changes.starts_scores_anew(found, is_limited=is_limited)
+    evaluated = assembly.spec.evaluate
+    sizes = ("evaluate.batch", *(("train.batch",) if evaluated.batch is None else ()))
+    scores_anew = changes.starts_scores_anew(found, () if evaluated.batches is None else sizes)
     state = LiveState(assembly)
     saved = state.restore(
         commit,

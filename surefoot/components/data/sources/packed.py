@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from surefoot.components.data.mixture import Concat
 from surefoot.components.data.order import check_ids
 from surefoot.components.data.sources.arrays import ArrayLike, open_npy
 from surefoot.components.data.sources.tokens import (
@@ -31,7 +32,6 @@ from surefoot.components.data.sources.tokens import (
     open_tokens,
     to_int64,
 )
-from surefoot.components.data.sources.wrapped import Concat
 from surefoot.contract.task import Guarantee
 from surefoot.core.errors import DataError
 from surefoot.core.place import find_files

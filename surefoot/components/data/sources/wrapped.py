@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -200,139 +200,6 @@ def without_nesting(dataset: Any) -> Any:
         inner = dataset.dataset
         dataset = Subset(inner.dataset, [inner.indices[each] for each in dataset.indices])
     return dataset
-
-
-class Concat:
-    """Source of the samples of several sources, one after another, with one order over all.
-
-    Their batches must have the same structure, dtypes and shapes, such as the windows of several
-    token files. Datasets of torch are joined by `torch.utils.data.ConcatDataset` instead, so that
-    a collate function gets the samples of a batch together.
-
-    Args:
-        sources: The sources, whose samples are read by number, or what `as_source` takes.
-
-    Raises:
-        DataError: For no source, one of another kind, sources of images whose classes differ, and
-            sources whose samples differ in fields, dtypes or shapes.
-    """
-
-    guarantee: Guarantee = "proven"
-
-    def __init__(self, sources: Iterable[Any]) -> None:
-        self._sources = [as_source(each) for each in sources]
-        if not self._sources:
-            raise DataError("Concat got no source", hint="give one source or more in a list")
-        for each in self._sources:
-            is_mixture = hasattr(type(each), "order_of")
-            if each.guarantee != "proven" or isinstance(each, TorchDataset) or is_mixture:
-                raise DataError(
-                    f"{each.describe()} cannot be one of several sources",
-                    hint="join datasets with torch.utils.data.ConcatDataset; a stream, a "
-                    "DataLoader or a mixture cannot be joined",
-                )
-        self.classes = getattr(self._sources[0], "classes", None)
-        for each in self._sources:
-            if (others := getattr(each, "classes", None)) != self.classes:
-                raise DataError(
-                    f"Concat got sources with different classes: {self.classes} and {others}",
-                    hint="give each the same classes, in the same order, since labels are numbers",
-                )
-        check_alike(self._sources, [f"source {n}" for n in range(1, len(self._sources) + 1)])
-        self._ends = np.cumsum([len(each) for each in self._sources])
-        self.thread_safe = all(getattr(each, "thread_safe", False) for each in self._sources)
-        digests = " ".join(each.digest for each in self._sources)
-        self.digest = hashlib.sha256(digests.encode()).hexdigest()
-        tokens = [getattr(each, "tokens_per_sample", None) for each in self._sources]
-        if None not in tokens:
-            counts = [len(each) for each in self._sources]
-            self.tokens_per_sample = np.dot(cast(Any, tokens), counts) / len(self)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def read(self, ids: np.ndarray) -> Batch:
-        ids = check_ids(ids, len(self))
-        owners = np.searchsorted(self._ends, ids, side="right")
-        parts: list[tuple[np.ndarray, Batch]] = []
-        for owner in np.unique(owners).tolist():
-            places = np.flatnonzero(owners == owner)
-            before = int(self._ends[owner - 1]) if owner else 0
-            parts.append((places, self._sources[owner].read(ids[places] - before)))
-        if not parts:
-            return self._sources[0].read(ids)
-        return parts[0][1] if len(parts) == 1 else _merge_rows(parts, len(ids))
-
-    def describe(self) -> str:
-        first, count = self._sources[0].describe(), len(self._sources)
-        return f"{len(self):,} samples of {count} sources, the first with {first}"
-
-
-def check_alike(sources: Sequence[Source], names: Sequence[str]) -> None:
-    """Raise DataError unless the first samples of all sources can be one batch."""
-    rows = [each.read(np.zeros(1, dtype=np.int64)) for each in sources]
-    for name, row in zip(names[1:], rows[1:], strict=True):
-        try:
-            _merge_rows([(np.array([0]), rows[0]), (np.array([1]), row)], 2)
-        except DataError as error:
-            raise DataError(f"{names[0]} and {name}: {error.message}", hint=error.hint) from None
-
-
-def _merge_rows(parts: list[tuple[np.ndarray, Any]], size: int) -> Batch:
-    """Return one batch of `size` samples from parts of it, each with the places of its rows.
-
-    Raises DataError if the parts have different structures, dtypes or shapes.
-    """
-    first = parts[0][1]
-    if isinstance(first, Tensor) and all(isinstance(each, Tensor) for _, each in parts):
-        if len({(each.dtype, each.shape[1:], each.ndim > 0) for _, each in parts}) == 1:
-            made = first.new_empty((size, *first.shape[1:]))
-            for places, rows in parts:
-                made[torch.from_numpy(places)] = rows
-            return made
-    elif all(type(each) is type(first) for _, each in parts):
-        if isinstance(first, Mapping) and all(each.keys() == first.keys() for _, each in parts):
-            return {
-                key: _merge_rows([(places, each[key]) for places, each in parts], size)
-                for key in first
-            }
-        if isinstance(first, tuple) or all(_has_fields(each, len(at)) for at, each in parts):
-            if len({len(each) for _, each in parts}) == 1:
-                rows = [
-                    _merge_rows([(places, each[number]) for places, each in parts], size)
-                    for number in range(len(first))
-                ]
-                return type(first)(*rows) if hasattr(first, "_fields") else type(first)(rows)
-        elif isinstance(first, list) and all(len(each) == len(places) for places, each in parts):
-            of_place = {
-                place: row
-                for places, each in parts
-                for place, row in zip(places.tolist(), each, strict=True)
-            }
-            return [of_place[place] for place in range(size)]
-    kinds = ", ".join(dict.fromkeys(_describe_rows(each) for _, each in parts))
-    raise DataError(
-        f"sources that are read together give batches that differ: {kinds}",
-        hint="give sources of the same fields, dtypes and shapes",
-    )
-
-
-def _has_fields(batch: Any, size: int) -> bool:
-    """Return whether a list has a field in each item, with one row for each of `size` samples."""
-    return (
-        isinstance(batch, list)
-        and len(batch) > 0
-        and all(isinstance(each, Tensor) and each.shape[:1] == (size,) for each in batch)
-    )
-
-
-def _describe_rows(rows: Any) -> str:
-    if isinstance(rows, Tensor):
-        return f"rows of {tuple(rows.shape[1:])} {rows.dtype}"
-    if isinstance(rows, Mapping):
-        return f"the fields {', '.join(map(str, rows))}"
-    count = f" of {len(rows)}" if isinstance(rows, tuple | list) else ""
-    return f"a {type(rows).__name__}{count}"
 
 
 SHOWN = 8  # samples in a message
