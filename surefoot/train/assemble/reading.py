@@ -148,10 +148,8 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
     of the feed is then a `DealtLoader`.
     Raises SpecError for settings that do not fit the source.
     """
-    train, batch, num_samples = spec.train, spec.train.step_batch, len(source)
+    train, batch = spec.train, spec.train.step_batch
     mixture: Any = source if hasattr(type(source), "order_of") else None
-    if mixture is not None:
-        num_samples = mixture.num_positions(batch if spec.data.last_batch == "drop" else 1)
     microbatch = train.pass_size(share.num_pieces)
     if train.ramp:
         check_ramp(spec, source)
@@ -160,7 +158,10 @@ def make_feed(spec: RunSpec, source: Source, share: Share = WHOLE) -> Feed:
             source.repeat(_count_run(spec, source))
         source, batch = _divide_batches(spec, source, share)
         microbatch = 1 if batch > 1 or train.microbatch == 1 else None
+        num_samples = len(source)
     else:
+        multiple = batch if spec.data.last_batch == "drop" else 1
+        num_samples = len(source) if mixture is None else mixture.num_positions(multiple)
         check_divides(train.batch, train.microbatch, is_given="batch" in train.model_fields_set)
         if share.size > 1:
             _check_shares(spec, source, share)
