@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
@@ -277,6 +278,24 @@ def test_a_weight_of_another_kind_is_named(wrong: Any) -> None:
         Mixture({"a": (torch.ones(3, 1), wrong)})
     with pytest.raises(DataError, match="the weight of 'a' is"):
         Mixture({"a": (0.7, torch.ones(3, 1))})
+
+
+@dataclass
+class Padding:
+    """A collate function that has no hash, as those of transformers."""
+
+    value: float = 0.0
+
+    def __call__(self, samples: list[Any]) -> tuple[Tensor, Tensor]:
+        return pad(samples)
+
+
+def test_a_collate_function_may_be_any_object() -> None:
+    collate = Padding()
+    given = {"a": Numbers(0, 3), "b": Many(9, 3)}
+    wrapped = {name: TorchDataset(each, collate) for name, each in given.items()}
+    for mixture in (Mixture(given, collate=collate), Mixture(wrapped)):
+        assert mixture.read(np.array([1, 5, 0]))[0].shape == (3, 1)
 
 
 def test_a_source_can_begin_or_end_in_the_middle_of_a_run() -> None:

@@ -15,10 +15,7 @@ from torch import Tensor
 from surefoot.components.data.blocks import Ends, MixtureOrder, MixturePlan
 from surefoot.components.data.feed import Feed
 from surefoot.components.data.loader.streams import SeededIds
-from surefoot.components.data.order import (
-    check_ids,
-    find_shares,
-)
+from surefoot.components.data.order import check_ids, find_shares
 from surefoot.components.data.sources.wrapped import (
     SeededReads,
     TorchDataset,
@@ -292,7 +289,7 @@ class Mixture:
         first = dict(zip(self.names, weights, strict=True))
         used = [first, *self._changes.values()]
         for name in self.names:
-            if not any(each.get(name, 1) for each in used):
+            if not any(each.get(name, 1) for each in used if isinstance(each, Mapping)):
                 raise DataError(
                     f"the weight of {name!r} is 0",
                     hint="give a finite number above 0, or leave the source out",
@@ -327,14 +324,14 @@ class Mixture:
                 + ", ".join(each.describe() for each in parts),
                 hint="give datasets only, whose samples collate makes into batches, or none",
             )
-        own = {each.own_collate for each in datasets}
-        if len(own) > 1:
+        own = datasets[0].own_collate
+        if any(each.own_collate is not own for each in datasets):
             raise DataError(
                 "the datasets of the mixture have different collate functions",
                 hint="give the datasets themselves, and collate to the mixture or the task",
             )
         self._datasets = _Datasets([each.dataset for each in datasets])
-        return TorchDataset(self._datasets, collate or own.pop())
+        return TorchDataset(self._datasets, collate or own)
 
     def _find_later(self, step: int, weights: Mapping[str, float]) -> tuple[int, ...]:
         if not isinstance(step, int | np.integer) or step < 2:
