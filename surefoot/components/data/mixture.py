@@ -62,8 +62,8 @@ class Concat:
                     f"Concat got sources with different classes: {self.classes} and {others}",
                     hint="give each the same classes, in the same order, since labels are numbers",
                 )
-        check_alike(self._sources, [f"source {n}" for n in range(1, len(self._sources) + 1)])
-        self._gives_fields = _gives_fields(self._sources[0])
+        names = [f"source {number}" for number in range(1, len(self._sources) + 1)]
+        self._gives_fields = check_alike(self._sources, names)
         self._ends = np.cumsum([len(each) for each in self._sources])
         self.thread_safe = all(getattr(each, "thread_safe", False) for each in self._sources)
         digests = " ".join(each.digest for each in self._sources)
@@ -95,10 +95,11 @@ class Concat:
         return f"{len(self):,} samples of {count} sources, the first with {first}"
 
 
-def check_alike(sources: Sequence[Source], names: Sequence[str]) -> None:
+def check_alike(sources: Sequence[Source], names: Sequence[str]) -> bool:
     """Raise DataError unless the first samples of all sources can be one batch.
 
-    A source whose first sample cannot be read is not compared.
+    A source whose first sample cannot be read is not compared. Returns whether the batches are
+    lists of fields, not lists of samples.
     """
     rows = [(name, _read_some(each, 1)) for name, each in zip(names, sources, strict=True)]
     known = [(name, row) for name, row in rows if row is not None]
@@ -109,6 +110,7 @@ def check_alike(sources: Sequence[Source], names: Sequence[str]) -> None:
             _merge_rows([(np.array([0]), of_first), (np.array([1]), row)], 2, has_fields=fields)
         except DataError as error:
             raise DataError(f"{first} and {name}: {error.message}", hint=error.hint) from None
+    return fields
 
 
 def _read_some(source: Source, count: int) -> Any:
@@ -136,38 +138,46 @@ def _merge_rows(
     With `has_fields`, the items of a list are fields with a row for each sample, else samples.
     Raises DataError if the parts have different structures, dtypes or shapes.
     """
-    first = parts[0][1]
-    if isinstance(first, Tensor) and all(isinstance(each, Tensor) for _, each in parts):
-        if len({(each.dtype, each.shape[1:], each.ndim > 0) for _, each in parts}) == 1:
-            made = first.new_empty((size, *first.shape[1:]))
-            for places, rows in parts:
-                made[torch.from_numpy(places)] = rows
-            return made
-    elif all(type(each) is type(first) for _, each in parts):
-        if isinstance(first, Mapping) and all(each.keys() == first.keys() for _, each in parts):
-            return {
-                key: _merge_rows([(places, each[key]) for places, each in parts], size)
-                for key in first
-            }
-        if isinstance(first, tuple) or (isinstance(first, list) and has_fields):
-            if len({len(each) for _, each in parts}) == 1:
-                rows = [
-                    _merge_rows([(places, each[number]) for places, each in parts], size)
-                    for number in range(len(first))
-                ]
-                return type(first)(*rows) if hasattr(first, "_fields") else type(first)(rows)
-        elif isinstance(first, list) and all(len(each) == len(places) for places, each in parts):
-            of_place = {
-                place: row
-                for places, each in parts
-                for place, row in zip(places.tolist(), each, strict=True)
-            }
-            return [of_place[place] for place in range(size)]
-    kinds = ", ".join(dict.fromkeys(_describe_rows(each) for _, each in parts))
+    first, batches = parts[0][1], [batch for _, batch in parts]
+    is_alike = len({type(each) for each in batches}) == 1
+
+    def merge_field(key: Any) -> Any:
+        return _merge_rows([(places, batch[key]) for places, batch in parts], size)
+
+    if all(isinstance(each, Tensor) for each in batches):
+        if len({(each.dtype, each.shape[1:], each.ndim > 0) for each in batches}) == 1:
+            return _merge_tensors(parts, size)
+    elif is_alike and isinstance(first, Mapping):
+        if all(each.keys() == first.keys() for each in batches):
+            return {key: merge_field(key) for key in first}
+    elif is_alike and (isinstance(first, tuple) or (isinstance(first, list) and has_fields)):
+        if len({*map(len, batches)}) == 1:
+            fields = [merge_field(number) for number in range(len(first))]
+            return type(first)(*fields) if hasattr(first, "_fields") else type(first)(fields)
+    elif is_alike and isinstance(first, list) and all(len(each) == len(at) for at, each in parts):
+        return _merge_samples(parts)
+    kinds = ", ".join(dict.fromkeys(map(_describe_rows, batches)))
     raise DataError(
         f"sources that are read together give batches that differ: {kinds}",
         hint="give sources of the same fields, dtypes and shapes",
     )
+
+
+def _merge_tensors(parts: list[tuple[np.ndarray, Tensor]], size: int) -> Tensor:
+    first = parts[0][1]
+    made = first.new_empty((size, *first.shape[1:]))
+    for places, rows in parts:
+        made[torch.from_numpy(places)] = rows
+    return made
+
+
+def _merge_samples(parts: list[tuple[np.ndarray, list[Any]]]) -> list[Any]:
+    of_place = {
+        place: row
+        for places, rows in parts
+        for place, row in zip(places.tolist(), rows, strict=True)
+    }
+    return [of_place[place] for place in sorted(of_place)]
 
 
 def _describe_rows(rows: Any) -> str:
